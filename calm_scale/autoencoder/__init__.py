@@ -1,0 +1,1 @@
+"""Floor 3: the patch autoencoder: model, objective, metrics."""

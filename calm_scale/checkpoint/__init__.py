@@ -1,0 +1,1 @@
+"""Floor 2: checkpoints that are complete or absent, never half there."""

@@ -1,0 +1,1 @@
+"""Floor 6: the command line; every command is a thin call."""

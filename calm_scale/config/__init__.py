@@ -1,0 +1,6 @@
+"""Floor 0: the whole configuration of a run as frozen, strict models. Imports no torch."""
+
+from calm_scale.config.base import CalmScaleError, ConfigError, Section
+from calm_scale.config.run import RunConfig
+
+__all__ = ["CalmScaleError", "ConfigError", "RunConfig", "Section"]

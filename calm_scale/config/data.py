@@ -1,0 +1,77 @@
+"""Where the text comes from and how it becomes K-aligned token shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from calm_scale.config.base import Section
+
+
+class TokenizerConfig(Section):
+    """The tokenizer shared by every stage of a run.
+
+    ``path`` names a ``tokenizer.json`` (Hugging Face), a ``tokenizer.model`` (tiktoken ranks, as Llama 3
+    ships it) or a folder holding either; ``None`` means ``<workdir>/tokenizer.json``.
+    """
+
+    path: Path | None = None
+    encoder: Literal["auto", "fastokens", "tiktoken", "tokenizers"] = "auto"
+    add_bos: bool = True
+    add_eos: bool = False
+
+
+class SourceConfig(Section):
+    """One source of documents: files, globs and folders, or a Hugging Face dataset."""
+
+    paths: tuple[str, ...] = ()
+    dataset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    include_sets: tuple[str, ...] = ()
+    exclude_sets: tuple[str, ...] = ()
+    weight: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> SourceConfig:
+        if bool(self.paths) == (self.dataset is not None):
+            raise ValueError("a source names either `paths` (files, globs, folders) or one `dataset`")
+        return self
+
+
+class SplitConfig(Section):
+    """Share of the documents, by a hash of their content, that goes to each use. The rest trains the LM."""
+
+    heldout: float = Field(default=0.0, ge=0, lt=1)
+    autoencoder: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> SplitConfig:
+        if self.heldout + self.autoencoder >= 1:
+            raise ValueError("heldout + autoencoder must leave a share for the language model")
+        return self
+
+
+class PrepConfig(Section):
+    """Text → token ids → packed sequences → shards and a manifest."""
+
+    sources: tuple[SourceConfig, ...] = Field(min_length=1)
+    splits: SplitConfig = SplitConfig()
+    sequence_length: int = Field(default=8192, gt=0)
+    alignment: int = Field(default=8, gt=0)
+    packing: Literal["concat", "aligned", "best-fit"] = "concat"
+    dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    shard_megabytes: int = Field(default=256, gt=0)
+    deduplicate: bool = False
+    max_bad_fraction: float = Field(default=0.001, ge=0, le=1)
+    on_corrupt_file: Literal["stop", "quarantine"] = "stop"
+
+    @model_validator(mode="after")
+    def _aligned(self) -> PrepConfig:
+        if self.sequence_length % self.alignment:
+            raise ValueError(
+                f"sequence_length {self.sequence_length} is not a multiple of alignment {self.alignment}"
+            )
+        return self

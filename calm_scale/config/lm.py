@@ -1,0 +1,139 @@
+"""The language model: input compressor, backbone, head and training (method §2, paper §3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from calm_scale.config.base import Section
+from calm_scale.config.parallel import ParallelConfig
+from calm_scale.config.training import TrainingConfig
+
+
+class BackboneConfig(Section):
+    """Llama-style Transformer over P positions. ``num_query_groups: None`` is plain multi-head attention."""
+
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    ffn_size: int = Field(gt=0)
+    num_heads: int = Field(default=16, gt=0)
+    num_query_groups: int | None = Field(default=None, gt=0)
+    positions: int = Field(default=2048, gt=1)
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    norm_eps: float = Field(default=1e-6, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _heads(self) -> BackboneConfig:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.query_groups:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of query groups {self.query_groups}"
+            )
+        return self
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+
+class EnergyHeadConfig(Section):
+    """Single-step sampler trained with the energy loss (Eq. 10). ``num_blocks: None`` means L/4."""
+
+    kind: Literal["energy"] = "energy"
+    num_blocks: int | None = Field(default=None, gt=0)
+    noise_size: int = Field(default=64, gt=0)
+    num_samples: int = Field(default=8, ge=2)
+    num_posterior: int = Field(default=100, ge=1)
+    alpha: float = Field(default=1.0, gt=0, lt=2)
+
+
+class FlowHeadConfig(Section):
+    """Flow matching with a midpoint sampler (Figs. 8–9)."""
+
+    kind: Literal["flow"] = "flow"
+    num_blocks: int | None = Field(default=None, gt=0)
+    num_repeats: int = Field(default=8, ge=1)
+    sampling_steps: int = Field(default=4, ge=1)
+
+
+class DiffusionHeadConfig(Section):
+    """Cosine-schedule diffusion with an ancestral sampler (Figs. 8–9)."""
+
+    kind: Literal["diffusion"] = "diffusion"
+    num_blocks: int | None = Field(default=None, gt=0)
+    num_repeats: int = Field(default=8, ge=1)
+    train_timesteps: int = Field(default=1000, ge=2)
+    sampling_steps: int = Field(default=100, ge=1)
+
+
+class SoftmaxHeadConfig(Section):
+    """The discrete autoregressive baseline: token input (K = 1), softmax output, untied embeddings."""
+
+    kind: Literal["softmax"] = "softmax"
+
+
+HeadConfig = Annotated[
+    EnergyHeadConfig | FlowHeadConfig | DiffusionHeadConfig | SoftmaxHeadConfig, Field(discriminator="kind")
+]
+
+
+class LMStage(Section):
+    """Everything the language-model job needs.
+
+    ``autoencoder: None`` uses this run's own export, ``<workdir>/autoencoder/export``.
+    """
+
+    backbone: BackboneConfig
+    head: HeadConfig = EnergyHeadConfig()
+    input_mode: Literal["discrete", "continuous", "both"] = "discrete"
+    training: TrainingConfig
+    parallel: ParallelConfig = ParallelConfig()
+    autoencoder: Path | None = None
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> LMStage:
+        b, p = self.backbone, self.parallel
+        for name, count in (
+            ("num_heads", b.num_heads),
+            ("query groups", b.query_groups),
+            ("ffn_size", b.ffn_size),
+            ("hidden_size", b.hidden_size),
+        ):
+            if count % p.tensor:
+                raise ValueError(f"{name} {count} is not divisible by tensor parallel size {p.tensor}")
+        if isinstance(p.pipeline_layout, tuple) and sum(p.pipeline_layout) != b.num_layers:
+            raise ValueError(
+                f"pipeline_layout {list(p.pipeline_layout)} sums to {sum(p.pipeline_layout)}, "
+                f"the backbone has {b.num_layers} layers"
+            )
+        chunks = p.pipeline * p.virtual_pipeline
+        if p.pipeline_layout == "even" and b.num_layers % chunks:
+            raise ValueError(
+                f"{b.num_layers} layers do not split evenly over {chunks} stages; use pipeline_layout: auto"
+            )
+        if b.num_layers < chunks:
+            raise ValueError(
+                f"{chunks} pipeline stages need at least {chunks} layers, the backbone has {b.num_layers}"
+            )
+        if p.sequence_parallel and b.positions % p.tensor:
+            raise ValueError(f"positions {b.positions} is not divisible by tensor parallel size {p.tensor}")
+        if p.data is not None:
+            self.training.accumulation(p.data)
+        return self
+
+    @property
+    def num_blocks(self) -> int:
+        """Residual blocks in the generative head (default L/4, at least one)."""
+        return getattr(self.head, "num_blocks", None) or max(1, self.backbone.num_layers // 4)

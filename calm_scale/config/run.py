@@ -1,0 +1,87 @@
+"""The one document of the product: a run, from raw text to scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from calm_scale.config.autoencoder import AutoencoderStage
+from calm_scale.config.base import Section
+from calm_scale.config.data import PrepConfig, TokenizerConfig
+from calm_scale.config.evaluation import EvaluationConfig, GenerationConfig
+from calm_scale.config.lm import LMStage
+from calm_scale.config.logging import LoggingConfig
+
+
+class RunConfig(Section):
+    """A run. Every command takes this document and uses its own section.
+
+    ``vocab_size`` (V) and ``patch_size`` (K) stand here once and hold for prep, autoencoder and language
+    model alike. An autoregressive baseline has ``patch_size: 1`` and ``lm.head.kind: softmax``.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    workdir: Path = Path("runs/{name}")
+    seed: int = Field(default=0, ge=0)
+    vocab_size: int = Field(default=128_256, gt=1)
+    patch_size: int = Field(default=4, gt=0)
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: Path | None = None
+    prep: PrepConfig | None = None
+    autoencoder: AutoencoderStage | None = None
+    lm: LMStage | None = None
+    evaluation: EvaluationConfig = EvaluationConfig()
+    generation: GenerationConfig = GenerationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _workdir_of_name(cls, raw: object) -> object:
+        if isinstance(raw, dict) and isinstance(raw.get("name"), str):
+            workdir = str(raw.get("workdir", "runs/{name}")).replace("{name}", raw["name"])
+            return {**raw, "workdir": workdir}
+        return raw
+
+    @model_validator(mode="after")
+    def _k_divides_everything(self) -> RunConfig:
+        k = self.patch_size
+        if self.prep is not None and self.prep.alignment % k:
+            raise ValueError(f"prep.alignment {self.prep.alignment} is not a multiple of patch_size {k}")
+        if self.lm is not None:
+            softmax = self.lm.head.kind == "softmax"
+            if softmax and k != 1:
+                raise ValueError(
+                    f"lm.head.kind softmax predicts single tokens: patch_size must be 1, not {k}"
+                )
+            if softmax and self.lm.input_mode != "discrete":
+                raise ValueError("lm.head.kind softmax reads tokens: lm.input_mode must be discrete")
+            tokens = self.lm.backbone.positions * k
+            if self.prep is not None and self.prep.sequence_length % tokens:
+                raise ValueError(
+                    f"prep.sequence_length {self.prep.sequence_length} is not a multiple of "
+                    f"lm.backbone.positions × patch_size = {tokens}"
+                )
+        return self
+
+    @property
+    def data_dir(self) -> Path:
+        """Folder of the prepared splits (``train/``, ``autoencoder/``, ``heldout/``)."""
+        return self.data or self.workdir / "data"
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer file or folder."""
+        return self.tokenizer.path or self.workdir / "tokenizer.json"
+
+    @property
+    def latent_size(self) -> int:
+        """Latent size l of the autoencoder section (32 · K where there is none)."""
+        return self.autoencoder.model.latent(self.patch_size) if self.autoencoder else 32 * self.patch_size
+
+    @property
+    def autoencoder_export(self) -> Path:
+        """Folder of the frozen autoencoder the language model is trained against."""
+        if self.lm is not None and self.lm.autoencoder is not None:
+            return self.lm.autoencoder
+        return self.workdir / "autoencoder" / "export"

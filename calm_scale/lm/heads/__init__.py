@@ -1,0 +1,1 @@
+"""Generative heads behind one interface: energy, flow matching, diffusion."""

@@ -1,0 +1,1 @@
+"""Floor 2: process groups, devices, noise, signals, watchdog and telemetry."""

@@ -1,0 +1,1 @@
+"""Floor 4: likelihood-free temperature sampling and generation."""

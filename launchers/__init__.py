@@ -1,0 +1,1 @@
+"""Floor 1: who am I (SLURM, MPI, torchrun) and how processes are started."""
