@@ -52,8 +52,9 @@ class ObjectiveConfig(Section):
 
 
 class AutoencoderStage(Section):
-    """Everything the autoencoder job needs."""
+    """Everything the autoencoder job needs. A training sample is ``patches`` · K tokens."""
 
+    patches: int = Field(default=2048, gt=0)
     model: AutoencoderModelConfig = AutoencoderModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     training: TrainingConfig

@@ -44,12 +44,12 @@ class SourceConfig(Section):
 class SplitConfig(Section):
     """Share of the documents, by a hash of their content, that goes to each use. The rest trains the LM."""
 
-    heldout: float = Field(default=0.0, ge=0, lt=1)
+    heldout: float = Field(default=0.0, ge=0, le=1)
     autoencoder: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _leaves_something(self) -> SplitConfig:
-        if self.heldout + self.autoencoder >= 1:
+        if self.heldout + self.autoencoder >= 1 and self.heldout != 1:
             raise ValueError("heldout + autoencoder must leave a share for the language model")
         return self
 

@@ -56,13 +56,17 @@ class RunConfig(Section):
                 )
             if softmax and self.lm.input_mode != "discrete":
                 raise ValueError("lm.head.kind softmax reads tokens: lm.input_mode must be discrete")
-            tokens = self.lm.backbone.positions * k
-            if self.prep is not None and self.prep.sequence_length % tokens:
-                raise ValueError(
-                    f"prep.sequence_length {self.prep.sequence_length} is not a multiple of "
-                    f"lm.backbone.positions × patch_size = {tokens}"
-                )
+            self._divides_sequence("lm.backbone.positions", self.lm.backbone.positions)
+        if self.autoencoder is not None:
+            self._divides_sequence("autoencoder.patches", self.autoencoder.patches)
         return self
+
+    def _divides_sequence(self, key: str, patches: int) -> None:
+        tokens = patches * self.patch_size
+        if self.prep is not None and self.prep.sequence_length % tokens:
+            raise ValueError(
+                f"prep.sequence_length {self.prep.sequence_length} is not a multiple of {key} × patch_size = {tokens}"
+            )
 
     @property
     def data_dir(self) -> Path:

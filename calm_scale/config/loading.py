@@ -1,0 +1,152 @@
+"""From a YAML file, its `extends:` and `--set` overrides to a validated document."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from calm_scale.config.base import ConfigError, Section
+from calm_scale.config.run import RunConfig
+from calm_scale.config.yaml_source import KeyPath, Source, merge, parse_scalar, read
+
+S = TypeVar("S", bound=Section)
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run described by a file, with ``--set a.b=c`` overrides laid on top.
+
+    A file may name others in ``extends:`` (a path or a list, relative to itself); later ones win, the file
+    itself wins over all. ``name`` defaults to the file's stem.
+
+    Raises:
+        ConfigError: every mistake at once: key path, file:line, what is wrong, the nearest valid key.
+    """
+    return load_as(RunConfig, path, overrides)
+
+
+def load_as(model: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
+    """Like :func:`load` for any section model (a cluster profile, for example)."""
+    file = Path(path)
+    source = with_overrides(resolve(file), overrides)
+    if "name" in model.model_fields:
+        source.values.setdefault("name", file.stem)
+    return validate(model, source, origin=str(file))
+
+
+def resolve(path: Path, seen: tuple[Path, ...] = ()) -> Source:
+    """A file laid over everything it extends."""
+    real = path.resolve()
+    if real in seen:
+        raise ConfigError(f"{path}: `extends` goes in a circle: {' → '.join(p.name for p in (*seen, real))}")
+    source = read(path)
+    parents = source.values.pop("extends", [])
+    if isinstance(parents, str):
+        parents = [parents]
+    if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
+        raise ConfigError(f"{source.places[('extends',)]}: `extends` is a path or a list of paths")
+    base = Source({})
+    for parent in parents:
+        base = resolve(path.parent / parent, (*seen, real)).over(base)
+    return source.over(base)
+
+
+def with_overrides(source: Source, overrides: Iterable[str]) -> Source:
+    """Lay ``a.b=value`` texts over a document."""
+    for text in overrides:
+        key, separator, value = text.partition("=")
+        keys = tuple(part.strip() for part in key.split("."))
+        if not separator or not all(keys):
+            raise ConfigError(f"--set {text}: write it as key.path=value, for example lm.training.steps=100")
+        nested: Any = parse_scalar(value)
+        for part in reversed(keys):
+            nested = {part: nested}
+        places: dict[KeyPath, str] = {keys: f"--set {text}"}
+        source = Source(merge(source.values, nested), {**source.places, **places})
+    return source
+
+
+def validate(model: type[S], source: Source, origin: str) -> S:
+    """Build the model; turn pydantic's findings into one error for people."""
+    try:
+        return model.model_validate(source.values)
+    except ValidationError as error:
+        lines = [_finding(model, source, origin, item) for item in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _finding(model: type[Section], source: Source, origin: str, item: Any) -> str:
+    keys = _written_keys(source.values, tuple(str(part) for part in item["loc"]))
+    where = next(
+        (source.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in source.places), origin
+    )
+    message = str(item["msg"]).removeprefix("Value error, ")
+    name = ".".join(keys) or "the document"
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(
+            keys[-1], _siblings(model, source.values, keys[:-1]), n=1, cutoff=0.4
+        )
+        message = "unknown key" + (f"; did you mean `{near[0]}`?" if near else "")
+    elif item["type"] == "missing":
+        message = "required, but not given"
+    elif not isinstance(item.get("input"), dict | Section):
+        message += f" (got {item.get('input')!r})"
+    return f"{where}: `{name}`: {message}"
+
+
+def _written_keys(values: Any, loc: KeyPath) -> KeyPath:
+    """The location as the user wrote it: pydantic inserts the tag of a union (`energy`) after `head`."""
+    keys: list[str] = []
+    for part in loc:
+        inside = isinstance(values, dict) and part in values
+        indexed = isinstance(values, list) and part.isdigit() and int(part) < len(values)
+        if inside or indexed or part == loc[-1]:
+            keys.append(part)
+            values = values[part] if inside else values[int(part)] if indexed else None
+    return tuple(keys)
+
+
+def _siblings(model: type[Section], values: Any, parent: KeyPath) -> list[str]:
+    """Valid keys of the section at ``parent``, from the JSON schema."""
+    schema: dict[str, Any] = model.model_json_schema()
+    defs = schema.get("$defs", {})
+
+    def options(node: dict[str, Any], at: Any) -> dict[str, Any]:
+        if "$ref" in node:
+            return options(defs[node["$ref"].rsplit("/", 1)[1]], at)
+        mapping = node.get("discriminator", {}).get("mapping", {})
+        kind = at.get("kind") if isinstance(at, dict) else None
+        if kind in mapping:
+            return options({"$ref": mapping[kind]}, at)
+        for choice in node.get("anyOf", node.get("oneOf", [])):
+            found = options(choice, at)
+            if found.get("properties"):
+                return found
+        return node
+
+    node = options(schema, values)
+    for part in parent:
+        values = values.get(part) if isinstance(values, dict) else None
+        child = node.get("items") if part.isdigit() else node.get("properties", {}).get(part)
+        if child is None:
+            return []
+        node = options(child, values)
+    return list(node.get("properties", {}))
+
+
+def to_yaml(config: Section) -> str:
+    """The resolved document as YAML; loading it again gives an equal document."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def config_hash(config: Section) -> str:
+    """SHA-256 (first 16 hex digits) of the resolved document, independent of key order and formatting."""
+    canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
