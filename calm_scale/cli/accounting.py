@@ -1,0 +1,48 @@
+"""`calm-scale flops` and `plan`: numbers before anything runs. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from calm_scale.cli.options import ConfigFile, JsonFile, Overrides
+from calm_scale.config import load
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+    app.command(epilog="Example: calm-scale flops configs/lm/calm-xl.yaml --html flops.html")(flops)
+    app.command(epilog="Example: calm-scale plan configs/runs/calm-xl.yaml --nodes 8 --gpu h100")(plan)
+
+
+def flops(
+    targets: Annotated[
+        list[Path],
+        typer.Argument(metavar="CONFIG|RUN...", help="Configurations or run folders.", show_default=False),
+    ],
+    set_: Overrides = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained HTML file.")] = None,
+    json: JsonFile = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of tables.")] = False,
+) -> None:
+    """FLOPs by component, token and run, beside the paper's Table 1; for a run folder also what was done and wasted."""
+    from calm_scale.stages.flops import report
+
+    raise typer.Exit(report(targets, set_ or [], html_file=html, json_file=json, markdown=markdown))
+
+
+def plan(
+    config: ConfigFile,
+    set_: Overrides = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs on a node.")] = 8,
+    gpu: Annotated[str, typer.Option("--gpu", help="a100, h100, h200, b200, mi300x.")] = "h100",
+    json: JsonFile = None,
+) -> None:
+    """Layouts ranked for a number of nodes: memory, bubble, step time, days; and the one to take."""
+    from calm_scale.stages.plan import print_plan
+
+    resolved = load(config, set_ or ())
+    raise typer.Exit(print_plan(resolved, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, json_file=json))

@@ -1,0 +1,68 @@
+"""`calm-scale`: the commands, and the one place where an error becomes a message and an exit code.
+
+Exit codes: 0 done · 1 the work failed · 2 a mistake in what was asked (configuration, arguments) ·
+75 stopped on a signal after saving; run the same command again to go on · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from calm_scale import __version__
+from calm_scale.cli import accounting, checkpoints, cluster, configuration, data, demo, scoring, train
+from calm_scale.config import CalmScaleError, ConfigError
+
+app = typer.Typer(
+    name="calm-scale",
+    help="Pretrain Continuous Autoregressive Language Models: text → shards → autoencoder → CALM → scores.",
+    epilog="Start with `calm-scale demo --quick --out demo-out`, or `calm-scale plan configs/runs/calm-xl.yaml`.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"calm-scale {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Options that stand before the command."""
+
+
+for room in (data, train, scoring, accounting, cluster, checkpoints, configuration, demo):
+    room.register(app)
+
+
+def main() -> None:
+    """Run a command; a user's mistake is one message on stderr, never a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        _complain(error)
+        sys.exit(2)
+    except CalmScaleError as error:
+        _complain(error)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("\ncalm-scale: interrupted\n")
+        sys.exit(130)
+
+
+def _complain(error: CalmScaleError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text("error: ", style="bold red") + Text(str(error)))

@@ -1,0 +1,67 @@
+"""`calm-scale ckpt`: list, look into, verify and convert checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+group = typer.Typer(help="List, look into, verify and convert checkpoints.", no_args_is_help=True)
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A checkpoint: .../checkpoints/step_XXXXXXXX.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group to the program."""
+    app.add_typer(group, name="ckpt")
+
+
+@group.command(epilog="Example: calm-scale ckpt ls runs/calm-xl")
+def ls(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a checkpoints folder.")],
+) -> None:
+    """Steps, age, size, complete or not."""
+    from calm_scale.stages.checkpoints import list_checkpoints
+
+    raise typer.Exit(list_checkpoints(run))
+
+
+@group.command(epilog="Example: calm-scale ckpt inspect runs/calm-xl/lm/checkpoints/step_00001000")
+def inspect(checkpoint: Checkpoint) -> None:
+    """The identity card: configuration, counters, fingerprints, topology."""
+    from calm_scale.stages.checkpoints import inspect_checkpoint
+
+    raise typer.Exit(inspect_checkpoint(checkpoint))
+
+
+@group.command(epilog="Example: calm-scale ckpt verify runs/calm-xl/lm/checkpoints/step_00001000")
+def verify(checkpoint: Checkpoint) -> None:
+    """Check every file's size and checksum against the checkpoint's manifest."""
+    from calm_scale.stages.checkpoints import verify_checkpoint
+
+    raise typer.Exit(verify_checkpoint(checkpoint))
+
+
+@group.command(
+    epilog="Example: calm-scale ckpt export runs/calm-xl/lm/checkpoints/step_00001000 --out exported/"
+)
+def export(
+    checkpoint: Checkpoint, out: Annotated[Path, typer.Option("--out", help="Folder to write.")]
+) -> None:
+    """One-file safetensors of an autoencoder or language model, from any layout, without a GPU."""
+    from calm_scale.stages.checkpoints import export_checkpoint
+
+    raise typer.Exit(export_checkpoint(checkpoint, out))
+
+
+@group.command("import", epilog="Example: calm-scale ckpt import downloaded/ --out runs/imported")
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A published checkpoint's folder.")],
+    out: Annotated[Path, typer.Option("--out", help="Run folder to write.")],
+) -> None:
+    """Read a published CALM checkpoint (safetensors or .bin) into ours."""
+    from calm_scale.stages.checkpoints import import_checkpoint
+
+    raise typer.Exit(import_checkpoint(folder, out))

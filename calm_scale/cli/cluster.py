@@ -1,0 +1,52 @@
+"""`calm-scale submit`, `status`, `cancel`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from calm_scale.cli.options import ConfigFile, Overrides, RunFolder
+from calm_scale.config import load
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+    app.command(
+        epilog="Example: calm-scale submit configs/runs/calm-xl.yaml --cluster configs/clusters/example.yaml --dry-run"
+    )(submit)
+    app.command(epilog="Example: calm-scale status runs/calm-xl --watch")(status)
+    app.command(epilog="Example: calm-scale cancel runs/calm-xl")(cancel)
+
+
+def submit(
+    config: ConfigFile,
+    cluster: Annotated[
+        Path, typer.Option("--cluster", help="The cluster's profile, configs/clusters/NAME.yaml.")
+    ],
+    set_: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the scripts, print the plan, queue nothing.")
+    ] = False,
+) -> None:
+    """Queue prep → autoencoder → language model → evaluation on SLURM; the chain finishes by itself."""
+    from calm_scale.stages.submit import submit_run
+
+    raise typer.Exit(submit_run(load(config, set_ or ()), config, cluster, set_ or [], dry_run))
+
+
+def status(
+    run: RunFolder, watch: Annotated[bool, typer.Option("--watch", help="Refresh every 10 s.")] = False
+) -> None:
+    """State, step, speed, ETA, restarts, last verified checkpoint: from disk, and from squeue where there is one."""
+    from calm_scale.stages.status import show_status
+
+    raise typer.Exit(show_status(run, watch))
+
+
+def cancel(run: RunFolder) -> None:
+    """Stop a run's jobs after they have saved a checkpoint."""
+    from calm_scale.stages.submit import cancel_run
+
+    raise typer.Exit(cancel_run(run))

@@ -1,0 +1,45 @@
+"""`calm-scale config`: look at and check a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from calm_scale.cli.options import ConfigFile, Overrides
+from calm_scale.config import config_hash, load, to_yaml
+
+group = typer.Typer(help="Look at and check a configuration.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group to the program."""
+    app.add_typer(group, name="config")
+
+
+@group.command(epilog="Example: calm-scale config show configs/runs/calm-xl.yaml --set lm.parallel.tensor=4")
+def show(config: ConfigFile, set_: Overrides = None) -> None:
+    """Print the resolved file: every default, every `extends:` and override applied."""
+    typer.echo(to_yaml(load(config, set_ or ())), nl=False)
+
+
+@group.command(epilog="Example: calm-scale config validate configs/runs/calm-xl.yaml --resume runs/calm-xl")
+def validate(
+    config: ConfigFile,
+    set_: Overrides = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Also show what resuming this run folder would change.")
+    ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option("--accept", help="A changed field that may change the results. Repeatable."),
+    ] = None,
+) -> None:
+    """Check a configuration without a GPU, a node or torch."""
+    resolved = load(config, set_ or ())
+    typer.echo(f"{config}: valid · run {resolved.name} · hash {config_hash(resolved)}")
+    if resume is not None:
+        from calm_scale.stages.resume_check import print_resume_diff
+
+        raise typer.Exit(print_resume_diff(resolved, resume, accept or []))

@@ -1,0 +1,63 @@
+"""`calm-scale prep`: text to shards, and looking into shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from calm_scale.cli.default_group import RunByDefault
+from calm_scale.cli.options import ConfigFile, DryRun, Overrides
+from calm_scale.config import load
+
+group = typer.Typer(
+    cls=RunByDefault,
+    help="Tokenize and pack text into K-aligned shards: `prep CONFIG`; `prep verify DIR`; `prep inspect DIR`.",
+    epilog="Examples: calm-scale prep configs/runs/calm-xl.yaml --workers 8 · "
+    "mpirun -n 16 calm-scale prep configs/runs/calm-xl.yaml · calm-scale prep verify runs/calm-xl/data/train",
+    no_args_is_help=True,
+)
+ShardFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A split's folder (holds manifest.json).")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group to the program."""
+    app.add_typer(group, name="prep")
+
+
+@group.command()
+def run(
+    config: ConfigFile,
+    set_: Overrides = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="Processes on this machine (without MPI).")
+    ] = 1,
+    dry_run: DryRun = False,
+) -> None:
+    """Prepare the data of a run (the same as `prep CONFIG`); under mpirun or srun --mpi=pmix on many nodes."""
+    from calm_scale.stages.prep import run_prep
+
+    raise typer.Exit(run_prep(load(config, set_ or ()), workers=workers, dry_run=dry_run))
+
+
+@group.command()
+def verify(folder: ShardFolder) -> None:
+    """Check every checksum, the arithmetic of the manifest, and the range of the token ids."""
+    from calm_scale.stages.prep import verify_shards
+
+    raise typer.Exit(verify_shards(folder))
+
+
+@group.command()
+def inspect(
+    folder: ShardFolder,
+    sequence: Annotated[int | None, typer.Option("--sequence", min=0, help="Decode this sequence.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Tokenizer file, to decode with.")
+    ] = None,
+) -> None:
+    """Show what a split holds: counts, sources, lengths; with --sequence, its text."""
+    from calm_scale.stages.prep import inspect_shards
+
+    raise typer.Exit(inspect_shards(folder, sequence, tokenizer))
