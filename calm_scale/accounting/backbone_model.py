@@ -1,0 +1,77 @@
+"""Components of the language model below its head, per position (method §2)."""
+
+from __future__ import annotations
+
+from calm_scale.accounting.components import Component, linear, weights
+from calm_scale.config.base import ConfigError
+from calm_scale.config.lm import BackboneConfig, LMStage
+from calm_scale.config.run import RunConfig
+
+
+def lm_of(config: RunConfig) -> LMStage:
+    """The language-model section.
+
+    Raises:
+        ConfigError: the run has none.
+    """
+    if config.lm is None:
+        raise ConfigError(
+            f"run '{config.name}' has no `lm` section, so there is no language model to count; add `lm:`"
+        )
+    return config.lm
+
+
+def input_components(config: RunConfig) -> list[Component]:
+    """Embedding and input compressor: ``[K] ids`` (or ``[l]`` latent, or both) → ``[d]``."""
+    lm = lm_of(config)
+    d, k, mode = lm.backbone.hidden_size, config.patch_size, lm.input_mode
+    found: list[Component] = []
+    if mode in ("discrete", "both"):
+        found.append(weights("embedding", "embedding", config.vocab_size * d))
+        if not is_autoregressive(config):
+            found += _mlp("input", k * d, d, backward=2)
+    if mode in ("continuous", "both"):
+        found += _mlp("input_latent", config.latent_size, d, backward=1)
+    return found
+
+
+def is_autoregressive(config: RunConfig) -> bool:
+    """True for the AR baseline: tokens in, softmax out."""
+    return config.lm is not None and config.lm.head.kind == "softmax"
+
+
+def layer_components(backbone: BackboneConfig, index: int) -> list[Component]:
+    """One Llama layer: RMSNorm, grouped-query attention with RoPE, RMSNorm, SwiGLU; no biases."""
+    d, ff, p = backbone.hidden_size, backbone.ffn_size, backbone.positions
+    kv = backbone.query_groups * backbone.head_dim
+    name = f"layer.{index}"
+    return [
+        weights(f"{name}.norms", "backbone", 2 * d),
+        linear(f"{name}.attention.qkv", "backbone", d, d + 2 * kv),
+        # Every query head meets P keys whatever the number of key/value heads: GQA does not change this product.
+        Component(f"{name}.attention.scores", "backbone", 0, p * d, attention=True),
+        Component(f"{name}.attention.values", "backbone", 0, p * d, attention=True),
+        linear(f"{name}.attention.out", "backbone", d, d),
+        linear(f"{name}.mlp.gate_up", "backbone", d, 2 * ff),
+        linear(f"{name}.mlp.down", "backbone", ff, d),
+    ]
+
+
+def backbone_components(config: RunConfig) -> list[Component]:
+    """All layers and the final norm."""
+    backbone = lm_of(config).backbone
+    layers = [c for i in range(backbone.num_layers) for c in layer_components(backbone, i)]
+    return [*layers, weights("final_norm", "backbone", backbone.hidden_size)]
+
+
+def softmax_output(config: RunConfig) -> list[Component]:
+    """The AR baseline's untied output projection, ``[d] → [V]``."""
+    return [linear("output", "output", lm_of(config).backbone.hidden_size, config.vocab_size)]
+
+
+def _mlp(name: str, num_in: int, d: int, backward: int) -> list[Component]:
+    return [
+        linear(f"{name}.expand", "input", num_in, 2 * d, bias=True, backward=backward),
+        linear(f"{name}.project", "input", 2 * d, d, bias=True),
+        weights(f"{name}.norm", "input", 2 * d),
+    ]

@@ -1,0 +1,123 @@
+"""Which layers stand on which pipeline stage, and what the schedule can reach with them.
+
+The embedding and the input compressor stand on the first stage; the head with its N samples, the loss and the
+frozen encoder (or the output projection of the AR baseline) on the last, which therefore gets fewer layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from calm_scale.accounting.backbone_model import input_components, layer_components, lm_of
+from calm_scale.accounting.components import Component
+from calm_scale.accounting.model import frozen_components, head_components, loss_components
+from calm_scale.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Training MACs per position, recomputation included: input side, one layer, output side."""
+
+    first: int
+    layer: int
+    last: int
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """One pipeline rank: its layers per chunk, its cost and its share of one step's arithmetic."""
+
+    stage: int
+    layers: tuple[int, ...]
+    cost: int
+    share: float
+
+
+@dataclass(frozen=True)
+class PipelineBound:
+    """What a 1F1B (or interleaved) schedule can reach.
+
+    Attributes:
+        imbalance: heaviest stage / mean stage (1 is perfect).
+        bubble: idle share of a step from filling and draining, (p − 1) / (v·m + p − 1).
+        efficiency: upper bound on useful time, (1 / imbalance) · (1 − bubble).
+    """
+
+    imbalance: float
+    bubble: float
+    efficiency: float
+
+
+def layer_costs(config: RunConfig) -> LayerCosts:
+    """Training MACs per position (forward, backward, recomputation) of the three kinds of stage content."""
+    recompute = lm_of(config).parallel.recompute
+    layer = layer_components(lm_of(config).backbone, 0)
+    last = [*head_components(config), *loss_components(config), *frozen_components(config)]
+    return LayerCosts(
+        first=sum(c.training for c in input_components(config)),
+        layer=sum(c.training + recomputed(c, recompute) for c in layer),
+        last=sum(c.training for c in last),
+    )
+
+
+def recomputed(component: Component, mode: str) -> int:
+    """Forward MACs per position that the backward pass runs again: all of a layer, its core attention, nothing."""
+    if component.part != "backbone":
+        return 0
+    if mode == "full" or (mode == "selective" and component.attention):
+        return component.training_forward
+    return 0
+
+
+def balance(config: RunConfig) -> tuple[int, ...]:
+    """Layers of each pipeline chunk, in model order (length pipeline × virtual_pipeline, at least one each).
+
+    Chunk c stands on pipeline rank c mod p. An explicit list is returned as it stands, ``even`` splits evenly,
+    ``auto`` gives every layer in turn to the rank with the least work so far, which minimises the heaviest
+    rank because all layers cost the same.
+    """
+    lm = lm_of(config)
+    parallel, num_layers = lm.parallel, lm.backbone.num_layers
+    num_chunks = parallel.pipeline * parallel.virtual_pipeline
+    if isinstance(parallel.pipeline_layout, tuple):
+        return parallel.pipeline_layout
+    if parallel.pipeline_layout == "even":
+        return (num_layers // num_chunks,) * num_chunks
+    return _spread(num_layers, parallel.pipeline, num_chunks, layer_costs(config))
+
+
+def stage_shares(config: RunConfig) -> list[StageShare]:
+    """Cost of every pipeline rank under :func:`balance`."""
+    parallel = lm_of(config).parallel
+    layers, costs = balance(config), layer_costs(config)
+    by_rank = [layers[rank :: parallel.pipeline] for rank in range(parallel.pipeline)]
+    work = [sum(mine) * costs.layer for mine in by_rank]
+    work[0] += costs.first
+    work[-1] += costs.last
+    return [
+        StageShare(rank, mine, cost, cost / sum(work))
+        for rank, (mine, cost) in enumerate(zip(by_rank, work, strict=True))
+    ]
+
+
+def pipeline_bound(config: RunConfig, num_micro_batches: int) -> PipelineBound:
+    """Imbalance, bubble and the efficiency they leave, for ``num_micro_batches`` per rank and step."""
+    parallel = lm_of(config).parallel
+    costs = [share.cost for share in stage_shares(config)]
+    imbalance = max(costs) * len(costs) / sum(costs)
+    fill = parallel.pipeline - 1
+    bubble = fill / (parallel.virtual_pipeline * num_micro_batches + fill)
+    return PipelineBound(imbalance, bubble, (1 - bubble) / imbalance)
+
+
+def _spread(num_layers: int, num_ranks: int, num_chunks: int, costs: LayerCosts) -> tuple[int, ...]:
+    layers = [1] * num_chunks
+    chunk_work = [costs.layer] * num_chunks
+    chunk_work[0] += costs.first
+    chunk_work[-1] += costs.last
+    for _ in range(num_layers - num_chunks):
+        rank = min(range(num_ranks), key=lambda r: (sum(chunk_work[r::num_ranks]), r))
+        chunk = min(range(rank, num_chunks, num_ranks), key=lambda c: (chunk_work[c], c))
+        layers[chunk] += 1
+        chunk_work[chunk] += costs.layer
+    return tuple(layers)

@@ -1,0 +1,85 @@
+"""The whole model of a run, component by component; what every other account is computed from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from calm_scale.accounting.autoencoder_model import autoencoder_components, frozen_decoder, frozen_encoder
+from calm_scale.accounting.backbone_model import (
+    backbone_components,
+    input_components,
+    is_autoregressive,
+    lm_of,
+    softmax_output,
+)
+from calm_scale.accounting.components import Component, Part, by_part, parameters_of
+from calm_scale.accounting.head_model import denoiser, energy_head, energy_loss
+from calm_scale.config.lm import EnergyHeadConfig, SoftmaxHeadConfig
+from calm_scale.config.run import RunConfig
+
+
+def head_components(config: RunConfig, *, shared_condition: bool = True) -> list[Component]:
+    """The head of the run (energy, flow, diffusion or softmax), without loss and frozen autoencoder."""
+    lm = lm_of(config)
+    d = lm.backbone.hidden_size
+    if isinstance(lm.head, SoftmaxHeadConfig):
+        return softmax_output(config)
+    if isinstance(lm.head, EnergyHeadConfig):
+        return energy_head(lm.head, lm.num_blocks, d, config.latent_size, shared_condition=shared_condition)
+    return denoiser(lm.head, lm.num_blocks, d, config.latent_size)
+
+
+def loss_components(config: RunConfig) -> list[Component]:
+    """Pairwise terms of the energy loss; nothing for the other heads (their losses are element-wise)."""
+    head = lm_of(config).head
+    return energy_loss(head, config.latent_size) if isinstance(head, EnergyHeadConfig) else []
+
+
+def frozen_components(config: RunConfig) -> list[Component]:
+    """Frozen autoencoder beside the language model: encoder while training, decoder while generating.
+
+    With latent inputs the encoder also runs while generating, once for every patch fed back.
+    """
+    if is_autoregressive(config):
+        return []
+    encoder = frozen_encoder(config)
+    if config.lm is not None and config.lm.input_mode != "discrete":
+        encoder = [replace(c, per_step=1) if c.forward else c for c in encoder]
+    return [*encoder, *frozen_decoder(config)]
+
+
+def trained_components(config: RunConfig, *, shared_condition: bool = True) -> list[Component]:
+    """Every component the language model trains."""
+    return [
+        *input_components(config),
+        *backbone_components(config),
+        *head_components(config, shared_condition=shared_condition),
+    ]
+
+
+def lm_components(config: RunConfig, *, shared_condition: bool = True) -> list[Component]:
+    """Language model, loss and frozen autoencoder, per position of P."""
+    return [
+        *trained_components(config, shared_condition=shared_condition),
+        *loss_components(config),
+        *frozen_components(config),
+    ]
+
+
+def parameters(config: RunConfig) -> dict[str, int]:
+    """Trained parameters by part: ``embedding``, ``input``, ``backbone``, ``head`` or ``output``, and ``autoencoder``.
+
+    The whole model, never one shard of it, whatever the layout. Sections that are absent do not appear.
+    """
+    counts: dict[str, int] = {}
+    if config.lm is not None:
+        parts: dict[Part, list[Component]] = by_part(trained_components(config))
+        counts |= {part: parameters_of(found) for part, found in parts.items()}
+    if config.autoencoder is not None or (config.lm is not None and not is_autoregressive(config)):
+        counts["autoencoder"] = parameters_of(autoencoder_components(config))
+    return counts
+
+
+def lm_parameters(config: RunConfig) -> int:
+    """Trained parameters of the language model, without the frozen autoencoder."""
+    return parameters_of(trained_components(config))
