@@ -1,0 +1,202 @@
+"""The processes of a job: who they are, and the few words they exchange outside of the model.
+
+Control traffic (verdicts, signals, file lists) has its own gloo group, so it never mixes with the engines'
+collectives and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from calm_scale.config.base import CalmScaleError
+from calm_scale.runtime.threads import threads_per_rank
+
+if TYPE_CHECKING:
+    import torch
+
+JOIN_SECONDS = 60.0
+"""A rank that has not shown up by then is named; a wrong world size must not wait for ever."""
+
+
+class WorldError(CalmScaleError):
+    """The processes that came together are not the job that was described."""
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of this job. A world of one needs no launcher and no process group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    control: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that speaks, renames and writes what belongs to the whole job."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.maximum([0])
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maximum over all ranks, one small all-reduce."""
+        if self.world_size == 1:
+            return list(values)
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(list(values), dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
+        return [int(value) for value in tensor.tolist()]
+
+    def agree(self, ok: bool) -> bool:
+        """True only if every rank says so."""
+        return self.maximum([0 if ok else 1]) == [0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``[world_size]`` values in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.control)
+        return gathered
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Rank ``source``'s value on every rank."""
+        if self.world_size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source, group=self.control)
+        return box[0]
+
+    def close(self) -> None:
+        """Takes the process groups down; safe to call in a world of one."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Facts:
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def _facts(env: Mapping[str, str]) -> _Facts:
+    def number(name: str, default: int) -> int:
+        value = env.get(name, "")
+        try:
+            return int(value) if value else default
+        except ValueError:
+            raise WorldError(f"environment variable {name}={value!r} is not a number") from None
+
+    world_size = number("WORLD_SIZE", 1)
+    facts = _Facts(
+        rank=number("RANK", 0),
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", 0),
+        local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+    )
+    if not 0 <= facts.rank < world_size:
+        raise WorldError(f"RANK={facts.rank} does not lie in a world of WORLD_SIZE={world_size}")
+    if world_size > 1:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+        if missing:
+            raise WorldError(
+                f"WORLD_SIZE={world_size}, but {' and '.join(missing)} not set: start the ranks through a launcher"
+            )
+    return facts
+
+
+def init_world(
+    env: Mapping[str, str] | None = None,
+    device: str | None = None,
+    timeout_seconds: float = 1800.0,
+) -> World:
+    """Joins the job's processes, sets this rank's device and its CPU threads.
+
+    Args:
+        env: the launcher's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, …); default
+            the process environment. Without any this is a world of one.
+        device: ``cpu`` or ``cuda``; default CUDA where there is a GPU. NCCL on CUDA, gloo on CPU.
+        timeout_seconds: limit of one collective, a last resort above the watchdog's.
+
+    Raises:
+        WorldError: contradictory variables, or ranks missing after a minute (they are named).
+    """
+    import torch
+
+    facts = _facts(os.environ if env is None else env)
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        if facts.local_rank >= count:
+            raise WorldError(
+                f"local rank {facts.local_rank} has no GPU: this node shows {count}. Start at most {count} ranks a node"
+            )
+        torch.cuda.set_device(facts.local_rank)
+    where = torch.device(kind, facts.local_rank) if kind == "cuda" else torch.device("cpu")
+    torch.set_num_threads(threads_per_rank(facts.local_world_size))
+    backend = "nccl" if kind == "cuda" else "gloo"
+    if facts.world_size == 1:
+        return World(0, 1, facts.local_rank, 1, where, backend)
+    control = _join(facts, backend, timedelta(seconds=timeout_seconds))
+    return World(
+        facts.rank, facts.world_size, facts.local_rank, facts.local_world_size, where, backend, control
+    )
+
+
+def _join(facts: _Facts, backend: str, timeout: timedelta) -> Any:
+    import torch.distributed as dist
+
+    join = timedelta(seconds=JOIN_SECONDS)
+    if dist.is_initialized():
+        if dist.get_world_size() != facts.world_size:
+            raise WorldError(
+                f"a process group of {dist.get_world_size()} exists, the launcher says {facts.world_size} ranks"
+            )
+    else:
+        rendezvous = dist.rendezvous("env://", rank=facts.rank, world_size=facts.world_size, timeout=join)
+        store, rank, world_size = next(iter(rendezvous))
+        store.set_timeout(join)
+        _roll_call(store, rank, world_size)
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _roll_call(store: Any, rank: int, world_size: int) -> None:
+    """Every rank signs in; who is missing after a minute is named by every rank that is there."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    names = [f"calm_scale/{attempt}/rank{other}" for other in range(world_size)]
+    store.set(names[rank], "here")
+    deadline = time.monotonic() + JOIN_SECONDS
+    missing = list(range(world_size))
+    while missing:
+        missing = [other for other in missing if not store.check([names[other]])]
+        if missing and time.monotonic() > deadline:
+            shown = ", ".join(str(other) for other in missing[:16])
+            raise WorldError(
+                f"{len(missing)} of {world_size} ranks have not joined after {JOIN_SECONDS:.0f} s: {shown}. "
+                "Is the world size right, and did every node start?"
+            )
+        if missing:
+            time.sleep(0.05)

@@ -1,0 +1,93 @@
+"""What the loop and an engine say to each other. Two engines exist: DeepSpeed ZeRO and Megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One data-parallel rank's share of the global batch of a step.
+
+    Attributes:
+        step: the optimizer step this batch is for, counted from 1.
+        tokens: int64 ``[A, b, S]``, A micro-batches of b sequences of S tokens.
+        sample_ids: int64 ``[A, b]``, the index of every sequence in the global sample stream. It does not
+            depend on the layout, so noise keyed by it is the same in every layout.
+    """
+
+    step: int
+    tokens: torch.Tensor
+    sample_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same values on every rank, means over positions of the *global* batch.
+
+    ``skipped``: a gradient was not finite, so no rank changed a parameter or an optimizer state.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """One trained model on all ranks. Every rank makes every call, in the same order."""
+
+    data_rank: int
+    data_size: int
+
+    def train_step(self, batch: Batch, lr: float) -> StepResult:
+        """Forward, backward, clip, update. Skips the update on all ranks when a gradient is not finite."""
+        ...
+
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Means over the batches, the same on every rank. Changes no training state and no training noise."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Every rank writes its shards into an existing folder. The store fsyncs, lists and renames."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Every rank reads its shards from a verified folder, whatever layout wrote them."""
+        ...
+
+
+@runtime_checkable
+class PendingWrite(Protocol):
+    """A save that goes on in the background. Neither call communicates between ranks."""
+
+    def done(self) -> bool:
+        """This rank's shards are on disk, or its writer failed."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks until done; raises what the writer raised."""
+        ...
+
+
+@runtime_checkable
+class SavesInBackground(Protocol):
+    """An engine that can go on training while its shards are written."""
+
+    def save_async(self, directory: Path) -> PendingWrite:
+        """Copies the state now, returns at once and writes the copy later. Training may then change the state."""
+        ...
+
+
+@runtime_checkable
+class ChecksFinite(Protocol):
+    """An engine that can look through its parameters for NaN and Inf before they are saved."""
+
+    def is_finite(self) -> bool:
+        """Every parameter on every rank is finite; the same answer on every rank."""
+        ...
