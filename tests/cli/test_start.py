@@ -1,0 +1,86 @@
+"""The command line starts fast, speaks clearly and exits with codes that scripts can trust."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+COMMANDS = [
+    "prep",
+    "train-ae",
+    "train-lm",
+    "eval",
+    "generate",
+    "flops",
+    "plan",
+    "submit",
+    "status",
+    "ckpt",
+    "config",
+    "demo",
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "calm_scale", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=REPO,
+        check=False,
+    )
+
+
+def test_help_lists_every_command_without_importing_torch() -> None:
+    probe = (
+        "import sys; sys.argv = ['calm-scale', '--help']\n"
+        "from calm_scale.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'deepspeed', 'megatron', 'datasets'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "HEAVY []" in done.stdout
+    for command in COMMANDS:
+        assert f"│ {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    if command not in {"ckpt", "config"}:
+        assert "Example" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train-lm", "nowhere.yaml"], "nowhere.yaml: cannot read the configuration"),
+        (
+            ["config", "show", "configs/lm/calm-m.yaml", "--set", "lm.parallel.tensr=2"],
+            "did you mean `tensor`?",
+        ),
+        (["train-ae", "configs/lm/transformer-s.yaml"], "autoencoder"),
+        (["flops"], "Missing argument"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_a_users_mistake_is_a_message_and_exit_code_2(arguments: list[str], words: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert words in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_validate_says_what_it_checked() -> None:
+    done = run("config", "validate", "configs/runs/calm-xl.yaml")
+    assert done.returncode == 0
+    assert "valid · run calm-xl" in done.stdout
