@@ -1,0 +1,170 @@
+"""The patch autoencoder (paper §2): K tokens ↔ one latent vector of size l, without context beyond the patch.
+
+Parameter names and shapes are those of the published checkpoints, so importing one is a plain copy. The decoder
+holds the token embedding a second time as ``lm_head_weight``: the same Parameter, not a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from calm_scale.config.autoencoder import AutoencoderModelConfig
+
+TIED_ALIAS = "decoder.lm_head_weight"
+EMBEDDING = "encoder.embed_tokens.weight"
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension, computed in fp32 and returned in x's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., a] → [..., a]."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(SiLU(gate(x)) · up(x)), no biases."""
+
+    def __init__(self, size: int, ffn_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, ffn_size, bias=False)
+        self.up_proj = nn.Linear(size, ffn_size, bias=False)
+        self.down_proj = nn.Linear(ffn_size, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., a] → [..., a]."""
+        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm residual feed-forward block: x + SwiGLU(RMSNorm(x))."""
+
+    def __init__(self, config: AutoencoderModelConfig) -> None:
+        super().__init__()
+        self.mlp = SwiGLU(config.hidden_size, config.ffn_size)
+        self.layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., a] → [..., a]."""
+        out: torch.Tensor = x + self.mlp(self.layernorm(x))
+        return out
+
+
+class Encoder(nn.Module):
+    """Half of the blocks run per token, the other half on the squeezed patch."""
+
+    def __init__(self, config: AutoencoderModelConfig, vocab_size: int, patch_size: int) -> None:
+        super().__init__()
+        a, l = config.hidden_size, config.latent(patch_size)
+        self.embed_tokens = nn.Embedding(vocab_size, a)
+        self.encoder_layers = nn.ModuleList(Block(config) for _ in range(config.encoder_layers))
+        self.squeeze_layer = nn.Linear(patch_size * a, a)
+        self.norm = RMSNorm(a, config.norm_eps)
+        self.hidden_to_latent = nn.Linear(a, 2 * l)
+
+    def forward(
+        self, tokens: torch.Tensor, blank: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``tokens`` [..., K] → mean and log σ, fp32 [..., l].
+
+        ``blank`` (bool [..., K]) marks tokens whose embedding is replaced by zeros.
+        """
+        x = self.embed_tokens(tokens)
+        if blank is not None:
+            x = x.masked_fill(blank.unsqueeze(-1), 0.0)
+        half = len(self.encoder_layers) // 2
+        for block in self.encoder_layers[:half]:
+            x = block(x)
+        x = self.squeeze_layer(x.flatten(-2))
+        for block in self.encoder_layers[half:]:
+            x = block(x)
+        mean, log_std = self.hidden_to_latent(self.norm(x)).float().chunk(2, dim=-1)
+        return mean, log_std
+
+
+class Decoder(nn.Module):
+    """Mirror of the encoder; logits go through the tied token embedding, without a bias."""
+
+    def __init__(self, config: AutoencoderModelConfig, patch_size: int, embedding: nn.Parameter) -> None:
+        super().__init__()
+        a = config.hidden_size
+        self.patch_size = patch_size
+        self.lm_head_weight = embedding
+        self.latent_to_hidden = nn.Linear(config.latent(patch_size), a)
+        self.decoder_layers = nn.ModuleList(Block(config) for _ in range(config.decoder_layers))
+        self.expand_layer = nn.Linear(a, patch_size * a)
+        self.norm = RMSNorm(a, config.norm_eps)
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        """``latents`` [..., l] → logits [..., K, V]."""
+        x = self.latent_to_hidden(latents)
+        half = len(self.decoder_layers) // 2
+        for block in self.decoder_layers[:half]:
+            x = block(x)
+        x = self.expand_layer(x).unflatten(-1, (self.patch_size, -1))
+        for block in self.decoder_layers[half:]:
+            x = block(x)
+        return F.linear(self.norm(x), self.lm_head_weight)
+
+
+class Autoencoder(nn.Module):
+    """q(z | K tokens) = N(mean, diag σ²) and its decoder.
+
+    Args:
+        config: widths and depths.
+        vocab_size: V; logits have exactly V columns.
+        patch_size: K.
+        seed: the weights are a function of (config, V, K, seed); torch's global generator is left alone.
+    """
+
+    def __init__(
+        self, config: AutoencoderModelConfig, vocab_size: int, patch_size: int, *, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.patch_size = patch_size
+        self.latent_size = config.latent(patch_size)
+        with torch.random.fork_rng(devices=[]):
+            self.encoder = Encoder(config, vocab_size, patch_size)
+            self.decoder = Decoder(config, patch_size, self.encoder.embed_tokens.weight)
+        self._initialize(torch.Generator().manual_seed(seed))
+
+    def encode(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``tokens`` int64 [..., K] → (mean, log_std), fp32 [..., l] each."""
+        out: tuple[torch.Tensor, torch.Tensor] = self.encoder(tokens)
+        return out
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """``latents`` [..., l] → logits [..., K, V]."""
+        out: torch.Tensor = self.decoder(latents)
+        return out
+
+    def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:
+        """``latents`` [..., l] → the most likely ids, int64 [..., K]; a tie goes to the lower id."""
+        return self.decode(latents).argmax(dim=-1)
+
+    def unique_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters, the tied embedding once (under the encoder's name)."""
+        return self.named_parameters(remove_duplicate=True)
+
+    def retie(self) -> None:
+        """Make the decoder's output weight the encoder's embedding again (after weights were replaced)."""
+        self.decoder.lm_head_weight = self.encoder.embed_tokens.weight
+
+    def _initialize(self, generator: torch.Generator) -> None:
+        for name, parameter in self.unique_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=self.config.init_std, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
