@@ -1,0 +1,205 @@
+"""Who am I? One documented precedence over everything that launchers and schedulers export.
+
+1. **launcher**: our local launcher, torchrun, deepspeed, a hand-set ``RANK``/``WORLD_SIZE``; then MPI's variables
+2. **step**: the SLURM job step this process is a task of (`srun`)
+3. **job**: a bare process, alone, inside an allocation or outside one: rank 0 of 1
+
+The first layer that speaks wins; each layer below must be *compatible*: it has one task, or says the same rank and
+size, or its tasks are the launcher's agents (one torchrun per node). Anything else is refused with all values.
+``CALM_SCALE_LAUNCHER=none`` says "alone, whatever the environment holds".
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from launchers import claims, ports
+from launchers.claims import Claim
+from launchers.errors import ContradictionError, LaunchError, with_values
+from launchers.hostlist import first
+
+MASTER_ADDRESS = "CALM_SCALE_MASTER_ADDR"
+MASTER_PORT = "CALM_SCALE_MASTER_PORT"
+ALLOW_LOOPBACK = "CALM_SCALE_ALLOW_LOOPBACK"
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Everything a process needs to join its world.
+
+    ``launcher`` is one of local, torchrun, deepspeed, env, mpi, slurm, none. ``restart_count`` counts the earlier
+    lives of this job (requeues plus torchrun restarts). With ``world_size`` 1 the master is this machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+    launcher: str
+    job_id: str | None
+    restart_count: int
+
+
+def facts(
+    env: Mapping[str, str] | None = None, resolve: Callable[[str], str | None] | None = None
+) -> RankFacts:
+    """The facts of this process by the precedence above.
+
+    Raises:
+        ContradictionError: layers disagree; the message prints every value.
+        LaunchError: a value is missing or malformed, or a world over several nodes would meet on loopback.
+    """
+    env = os.environ if env is None else env
+    claim = _decide(env)
+    address, port = _master(claim, env)
+    if claim.num_groups > 1 and env.get(ALLOW_LOOPBACK) != "1":
+        _refuse_loopback(address, resolve or _resolve, claim)
+    return RankFacts(
+        rank=claim.rank,
+        world_size=claim.size,
+        local_rank=claim.local_rank,
+        local_world_size=claim.local_size,
+        node_rank=claim.group_rank,
+        num_nodes=claim.num_groups,
+        master_addr=address,
+        master_port=port,
+        launcher=claim.source,
+        job_id=env.get("SLURM_JOB_ID"),
+        restart_count=_count(env, "SLURM_RESTART_COUNT") + _count(env, "TORCHELASTIC_RESTART_COUNT"),
+    )
+
+
+def port_candidates(env: Mapping[str, str] | None = None, count: int = ports.NUM_CANDIDATES) -> list[int]:
+    """Ports all ranks of this step agree on, in the order to try when one is taken."""
+    return ports.candidates(_identity(os.environ if env is None else env), count)
+
+
+def _decide(env: Mapping[str, str]) -> Claim:
+    if env.get(claims.MARK) == "none":
+        return _alone()
+    layers = [claim for read in (claims.torch_style, claims.mpi, claims.slurm_step) if (claim := read(env))]
+    if not layers:
+        _refuse_batch_shell(env)
+        return _alone()
+    chosen = layers[0]
+    for other in layers[1:]:
+        if not _compatible(chosen, other):
+            raise ContradictionError(_disagreement(chosen, other))
+    return chosen
+
+
+def _alone() -> Claim:
+    return Claim("none", 0, 1, 0, 1, 0, 1, {})
+
+
+def _compatible(chosen: Claim, other: Claim) -> bool:
+    if other.size == 1:
+        return True
+    if (chosen.rank, chosen.size) == (other.rank, other.size):
+        return True
+    agents = chosen.source in ("torchrun", "deepspeed") and chosen.num_groups > 1
+    return agents and (chosen.group_rank, chosen.num_groups) == (other.rank, other.size)
+
+
+def _disagreement(chosen: Claim, other: Claim) -> str:
+    return with_values(
+        f"two launchers disagree about this process: {chosen.source} says rank {chosen.rank} of {chosen.size}, "
+        f"{other.source} says rank {other.rank} of {other.size}. Start the ranks with one launcher: srun with one "
+        "task per rank, or one torchrun per node (--nnodes = number of tasks); unset variables left over from "
+        f"another run; or export {claims.MARK}=none to run alone",
+        {**chosen.values, **other.values},
+    )
+
+
+def _refuse_batch_shell(env: Mapping[str, str]) -> None:
+    """A job of several tasks, but this process was not started as one of them (no srun, no MPI)."""
+    tasks = _count(env, "SLURM_NTASKS")
+    if "SLURM_PROCID" in env and tasks > 1:
+        raise ContradictionError(
+            with_values(
+                f"the job has {tasks} tasks but this process is none of them: there is no job step and no MPI "
+                "launcher, so every copy would think it is rank 0 of 1. Start it with srun (prep: srun --mpi=pmix) "
+                f"or mpirun, or export {claims.MARK}=none to run alone",
+                claims.slurm_values(env),
+            )
+        )
+
+
+def _master(claim: Claim, env: Mapping[str, str]) -> tuple[str, int]:
+    from_launcher = claim.source in ("local", "torchrun", "deepspeed", "env")
+    if from_launcher:
+        if claim.size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+            raise LaunchError(
+                with_values(
+                    "MASTER_ADDR and MASTER_PORT must be set beside RANK and WORLD_SIZE", claim.values
+                )
+            )
+        return env.get("MASTER_ADDR", "127.0.0.1"), _count(env, "MASTER_PORT") or _derived_port(env)
+    return _address(claim, env), _count(env, MASTER_PORT) or _derived_port(env)
+
+
+def _address(claim: Claim, env: Mapping[str, str]) -> str:
+    if address := env.get(MASTER_ADDRESS):
+        return address
+    if claim.num_groups == 1:
+        return "127.0.0.1"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if nodes:
+        return first(nodes)
+    raise LaunchError(
+        with_values(
+            f"{claim.num_groups} nodes, but nothing says which is the first: export {MASTER_ADDRESS}",
+            claim.values,
+        )
+    )
+
+
+def _derived_port(env: Mapping[str, str]) -> int:
+    return ports.candidates(_identity(env), 1)[0]
+
+
+def _identity(env: Mapping[str, str]) -> str:
+    """What the ranks of one world share: the step, or MPI's own job name, or this process."""
+    if job := env.get("SLURM_JOB_ID"):
+        return f"{job}.{env.get('SLURM_STEP_ID', '')}.{env.get('SLURM_RESTART_COUNT', '0')}"
+    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID", "HYDI_CONTROL_FD"):
+        if name in env:
+            return env[name]
+    return str(os.getpid())
+
+
+def _refuse_loopback(address: str, resolve: Callable[[str], str | None], claim: Claim) -> None:
+    found = resolve(address)
+    if found is None or not ipaddress.ip_address(found).is_loopback:
+        return
+    raise LaunchError(
+        with_values(
+            f"the master address {address!r} is {found}, a loopback address: the other {claim.num_groups - 1} node(s) "
+            f"cannot reach it. Fix the name in /etc/hosts or DNS, or export {MASTER_ADDRESS} with the address of the "
+            "cluster's network",
+            claim.values,
+        )
+    )
+
+
+def _resolve(name: str) -> str | None:
+    """The address of a name; None when it has none here (connecting will say so)."""
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)[0][4][0]).split("%")[
+            0
+        ]
+    except OSError:
+        return None
+
+
+def _count(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    return int(text) if text.isdigit() else 0
