@@ -1,1 +1,1 @@
-"""Floor 1: raw text → tokens → packed, K-aligned shards with a manifest; and the readers that train from them."""
+"""Floor 1: raw text becomes K-aligned token shards with a manifest, and is read back without a copy."""

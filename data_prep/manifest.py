@@ -1,0 +1,169 @@
+"""What stands beside the shards of one split: everything a reader must know, and the arithmetic of the run.
+
+A manifest is the only "done": it is written last, in one rename, and a folder without it was not finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from data_prep.errors import ShardError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ShardEntry(_Record):
+    """One shard: its counts, its checksum (xxh64 of the token bytes, 16 hex digits), where its text came from.
+
+    ``source`` is the index of the entry of ``prep.sources``. ``compressed`` marks the cold zstd form.
+    """
+
+    name: str
+    num_sequences: int
+    checksum: str
+    max_id: int
+    source: int = 0
+    origin: str = ""
+    compressed: bool = False
+
+
+class SourceEntry(_Record):
+    """One source of the mixture and what it gave to this split."""
+
+    name: str
+    weight: float
+    num_sequences: int
+
+
+class DocumentCounts(_Record):
+    """read = kept + other_splits + filtered + duplicates + Σ quarantined."""
+
+    read: int = 0
+    kept: int = 0
+    other_splits: int = 0
+    filtered: int = 0
+    duplicates: int = 0
+    quarantined: dict[str, int] = {}
+
+    def closes(self) -> bool:
+        """Whether every document read is accounted for."""
+        parts = self.kept + self.other_splits + self.filtered + self.duplicates
+        return self.read == parts + sum(self.quarantined.values())
+
+
+class TokenCounts(_Record):
+    """text + bos + eos + padding = stored + tail; tail is the last, incomplete sequence, which is not stored."""
+
+    text: int = 0
+    bos: int = 0
+    eos: int = 0
+    padding: int = 0
+    tail: int = 0
+    stored: int = 0
+
+    def closes(self) -> bool:
+        """Whether every token is accounted for."""
+        return self.text + self.bos + self.eos + self.padding == self.stored + self.tail
+
+
+class Manifest(_Record):
+    """One split. ``fingerprint`` identifies its contents (ids, lengths, order, tokenizer), not its place."""
+
+    format_version: int = FORMAT_VERSION
+    complete: bool = True
+    split: str
+    dtype: str
+    alignment: int
+    sequence_length: int
+    num_sequences: int
+    vocab_size: int
+    max_id: int
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    add_bos: bool
+    add_eos: bool
+    packing: str
+    tokenizer_fingerprint: str
+    tokenizer: str
+    documents: DocumentCounts
+    tokens: TokenCounts
+    sources: list[SourceEntry]
+    shards: list[ShardEntry]
+    length_histogram: list[int] = []
+    """Documents whose token count lies in [2^i, 2^(i+1))."""
+    notes: dict[str, int] = {}
+    provenance: dict[str, Any] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of what a reader sees: the ids of every sequence in order, and what they mean."""
+        seen = [
+            self.format_version,
+            self.sequence_length,
+            self.tokenizer_fingerprint,
+            self.bos_id,
+            self.eos_id,
+            self.pad_id,
+            [(s.num_sequences, s.checksum) for s in self.shards],
+        ]
+        return xxhash.xxh3_128_hexdigest(json.dumps(seen, separators=(",", ":")).encode())
+
+    def write(self, split_dir: Path) -> None:
+        """Write ``manifest.json`` in one atomic step."""
+        text = json.dumps({**self.model_dump(mode="json"), "fingerprint": self.fingerprint}, indent=1)
+        write_atomically(split_dir / MANIFEST_NAME, text + "\n")
+
+    @classmethod
+    def read(cls, split_dir: Path) -> Manifest:
+        """Read and check the manifest of a split folder.
+
+        Raises:
+            ShardError: missing (prep did not finish), of another version, incomplete, or changed by hand.
+        """
+        path = split_dir / MANIFEST_NAME
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ShardError(
+                f"{path} is missing: data prep has not finished (or never ran) for this split; "
+                "run `calm-scale prep` until it reports success"
+            ) from None
+        except (ValueError, OSError) as error:
+            raise ShardError(f"{path} cannot be read: {error}") from None
+        if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
+            found = raw.get("format_version") if isinstance(raw, dict) else None
+            raise ShardError(f"{path} has format version {found}; this build reads {FORMAT_VERSION}")
+        stated = raw.pop("fingerprint", None)
+        try:
+            manifest = cls.model_validate(raw)
+        except ValidationError as error:
+            raise ShardError(
+                f"{path} is damaged: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
+            ) from None
+        if not manifest.complete or not (manifest.documents.closes() and manifest.tokens.closes()):
+            raise ShardError(f"{path} is not complete, or its counts do not add up; rerun `calm-scale prep`")
+        if stated != manifest.fingerprint:
+            raise ShardError(f"{path} was changed after it was written (its fingerprint does not fit)")
+        return manifest
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write, fsync and rename, so that ``path`` holds either the old text or all of the new."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

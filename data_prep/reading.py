@@ -1,0 +1,121 @@
+"""Reading shards: memory-mapped, zero copy, checked when opened."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.errors import ShardError
+from data_prep.manifest import Manifest, ShardEntry
+from data_prep.order import MixtureOrder, SampleOrder
+from data_prep.shards import HEADER_BYTES, ShardHeader, read_header
+
+
+class ShardDataset:
+    """The samples of one split, in stored order.
+
+    ``ds[i]`` is a read-only view ``[tokens_per_sample]`` of the page cache; no token is copied. Every shard's
+    header and size is checked against the manifest when the dataset is opened (checksums: ``prep verify``).
+
+    Args:
+        split_dir: folder with ``manifest.json`` and the shards.
+        tokens_per_sample: must divide the manifest's sequence_length (a stored sequence of 8192 tokens serves
+            as 4 samples of 2048).
+
+    Raises:
+        ShardError: the split is incomplete, a shard is missing or changed, or the sample size does not fit.
+    """
+
+    def __init__(self, split_dir: Path, tokens_per_sample: int) -> None:
+        self.split_dir = Path(split_dir)
+        self.manifest = Manifest.read(self.split_dir)
+        self.fingerprint = self.manifest.fingerprint
+        length = self.manifest.sequence_length
+        if tokens_per_sample < 1 or length % tokens_per_sample:
+            raise ShardError(
+                f"{self.split_dir} stores sequences of {length} tokens; samples of {tokens_per_sample} tokens "
+                f"do not divide them: choose a divisor of {length}, or prepare the data with another "
+                "prep.sequence_length"
+            )
+        self.tokens_per_sample = tokens_per_sample
+        self._per_sequence = length // tokens_per_sample
+        for entry in self.manifest.shards:
+            _check(self.manifest, entry, read_header(self.split_dir / entry.name))
+        counts = (s.num_sequences * self._per_sequence for s in self.manifest.shards)
+        self._starts = [0, *accumulate(counts)]
+        self._maps: list[NDArray[np.unsignedinteger] | None] = [None] * len(self.manifest.shards)
+
+    def __len__(self) -> int:
+        """Samples in the split."""
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> NDArray[np.unsignedinteger]:
+        """Sample ``index`` as a read-only view [tokens_per_sample] of uint16 or uint32 ids."""
+        if not 0 <= index < self._starts[-1]:
+            raise IndexError(f"sample {index} is outside [0, {len(self)})")
+        shard = bisect_right(self._starts, index) - 1
+        samples = self._maps[shard]
+        if samples is None:
+            samples = self._open(shard)
+        return samples[index - self._starts[shard]]
+
+    def gather(
+        self, indices: NDArray[np.integer], out: NDArray[np.signedinteger] | None = None
+    ) -> NDArray[np.signedinteger]:
+        """Copy samples ``indices`` [n] into an int64 array [n, tokens_per_sample] (``out`` where given)."""
+        if out is None:
+            out = np.empty((len(indices), self.tokens_per_sample), np.int64)
+        for row, index in enumerate(indices):
+            out[row] = self[int(index)]
+        return out
+
+    def order(self, seed: int) -> SampleOrder | MixtureOrder:
+        """The stream of sample indices for training: by size, or by the sources' weights where they differ."""
+        present = [s for s in self.manifest.sources if s.num_sequences]
+        if len({s.weight for s in present}) <= 1:
+            return SampleOrder(len(self), seed)
+        counts = [s.num_sequences * self._per_sequence for s in present]
+        return MixtureOrder(counts, [s.weight for s in present], seed)
+
+    def shard_of(self, index: int) -> ShardEntry:
+        """The manifest's entry of the shard that holds sample ``index``."""
+        return self.manifest.shards[bisect_right(self._starts, index) - 1]
+
+    def _open(self, shard: int) -> NDArray[np.unsignedinteger]:
+        entry = self.manifest.shards[shard]
+        path = self.split_dir / entry.name
+        shape = (entry.num_sequences * self._per_sequence, self.tokens_per_sample)
+        mapped = np.memmap(path, np.dtype(self.manifest.dtype), "r", offset=HEADER_BYTES, shape=shape)
+        samples = mapped.view(np.ndarray)
+        self._maps[shard] = samples
+        return samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Maps are reopened in another process, not sent to it."""
+        return {**self.__dict__, "_maps": [None] * len(self._maps)}
+
+
+def _check(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> None:
+    facts = {
+        "dtype": (header.dtype.name, manifest.dtype),
+        "alignment": (header.alignment, manifest.alignment),
+        "sequence_length": (header.sequence_length, manifest.sequence_length),
+        "num_sequences": (header.num_sequences, entry.num_sequences),
+        "checksum": (f"{header.checksum:016x}", entry.checksum),
+        "max_id": (header.max_id, entry.max_id),
+    }
+    for name, (found, stated) in facts.items():
+        if found != stated:
+            raise ShardError(
+                f"shard {entry.name} does not belong to its manifest: {name} is {found}, the manifest says "
+                f"{stated}; rerun `calm-scale prep`"
+            )
+    if header.max_id >= manifest.vocab_size:
+        raise ShardError(
+            f"shard {entry.name} holds id {header.max_id}, the vocabulary has {manifest.vocab_size} rows"
+        )
