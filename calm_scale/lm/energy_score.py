@@ -9,7 +9,7 @@ in the same pass: memory does not grow with M.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -50,8 +50,10 @@ def energy_score(
 
         return energy_score_triton(samples, mean, log_std, noise, num_posterior=num_posterior, alpha=alpha)
     wants_grad = torch.is_grad_enabled() and samples.requires_grad
-    loss: torch.Tensor = _EnergyScore.apply(samples, mean, log_std, noise, num_posterior, alpha, wants_grad)
-    return loss
+    return cast(
+        torch.Tensor,
+        _EnergyScore.apply(samples, mean, log_std, noise, num_posterior, alpha, wants_grad),
+    )
 
 
 class _EnergyScore(torch.autograd.Function):

@@ -1,0 +1,136 @@
+"""The energy head: noise and a hidden state in, one latent out, in a single step (method §2, paper Eq. 10)."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from calm_scale.lm.energy_score import Backend, energy_score
+from calm_scale.lm.heads.base import GenerativeHead, init_linears, linear_fp32
+from calm_scale.runtime.noise import PositionNoise
+
+_NORM_EPS = 1e-6
+
+
+class EnergyBlock(nn.Module):
+    """x + W_d(silu(g)·u), (g, u) = W_4 silu(W_2 silu(W_x·LN(x) + W_h·h)).
+
+    ``linears.0`` is one matrix over (x ‖ h), as the reference stores it; its two halves are applied apart, so the
+    h half is computed once per position and shared by the N samples.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.in_ln = nn.LayerNorm(size, eps=_NORM_EPS)
+        self.linears = nn.Sequential(
+            nn.Linear(2 * size, size), nn.SiLU(), nn.Linear(size, size), nn.SiLU(), nn.Linear(size, 2 * size)
+        )
+        self.down_proj = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """x [..., N, d], hidden [..., d] → [..., N, d]."""
+        entry, middle, gates = (_linear(self.linears, index) for index in (0, 2, 4))
+        size = x.shape[-1]
+        of_hidden = F.linear(hidden, entry.weight[:, size:], entry.bias)
+        y = F.linear(self.in_ln(x), entry.weight[:, :size]) + of_hidden.unsqueeze(-2)
+        y = middle(F.silu(y))
+        gate, up = gates(F.silu(y)).chunk(2, dim=-1)
+        return x + self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class FinalLayer(nn.Module):
+    """LN → linear d→d → SiLU → linear d→l, the last in fp32 and zero at the start: all samples begin at 0."""
+
+    def __init__(self, size: int, latent_size: int) -> None:
+        super().__init__()
+        self.in_ln = nn.LayerNorm(size, eps=_NORM_EPS)
+        self.linears = nn.Sequential(nn.Linear(size, size), nn.SiLU(), nn.Linear(size, latent_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., d] → [..., l]."""
+        return linear_fp32(_linear(self.linears, 2), F.silu(self.linears[0](self.in_ln(x))))
+
+
+def _linear(layers: nn.Sequential, index: int) -> nn.Linear:
+    return cast(nn.Linear, layers[index])
+
+
+class EnergyHead(GenerativeHead):
+    """Parameters carry the names and shapes of the reference checkpoint's ``generative_head.*``.
+
+    Args:
+        num_samples: N, model samples a position in the loss. num_posterior: M. alpha: exponent of the distance.
+        recompute: keep only block inputs for the backward pass (the noise is an input, so nothing is redrawn).
+        backend: of the energy loss.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        latent_size: int,
+        *,
+        num_blocks: int,
+        noise_size: int = 64,
+        num_samples: int = 8,
+        num_posterior: int = 100,
+        alpha: float = 1.0,
+        init_std: float = 0.02,
+        recompute: bool = False,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(hidden_size, latent_size)
+        self.noise_size = noise_size
+        self.num_samples = num_samples
+        self.num_posterior = num_posterior
+        self.alpha = alpha
+        self.recompute = recompute
+        self.backend: Backend = backend
+        self.noise_embd = nn.Linear(noise_size, hidden_size)
+        self.hidden_embd = nn.Linear(hidden_size, hidden_size)
+        self.norm_hidden = nn.LayerNorm(hidden_size, eps=_NORM_EPS)
+        self.norm_noise = nn.LayerNorm(hidden_size, eps=_NORM_EPS)
+        self.mlp_blocks = nn.ModuleList(EnergyBlock(hidden_size) for _ in range(num_blocks))
+        self.final_layer = FinalLayer(hidden_size, latent_size)
+        self.reset_parameters(init_std)
+
+    def reset_parameters(self, init_std: float, generator: torch.Generator | None = None) -> None:
+        """N(0, init_std) weights, zero biases, zero last layer."""
+        init_linears(self, init_std, generator)
+        nn.init.zeros_(_linear(self.final_layer.linears, 2).weight)
+
+    def forward(self, hidden: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """One latent for each noise vector: hidden [..., d], noise [..., N, noise_size] → [..., N, l]."""
+        dtype = self.weight_dtype
+        x = self.norm_noise(self.noise_embd(noise.to(dtype)))
+        h = self.norm_hidden(self.hidden_embd(hidden.to(dtype)))
+        for block in self.mlp_blocks:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, h, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, h)
+        return self.final_layer(x)  # type: ignore[no-any-return]
+
+    def loss(
+        self, hidden: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor, noise: PositionNoise
+    ) -> torch.Tensor:
+        """Energy loss of each position (Eq. 10), [B, p]; see ``GenerativeHead.loss``."""
+        drawn = noise.uniform("head", self.num_samples, self.noise_size, low=-0.5, high=0.5)
+        return energy_score(
+            self(hidden, drawn),
+            mean,
+            log_std,
+            noise,
+            num_posterior=self.num_posterior,
+            alpha=self.alpha,
+            backend=self.backend,
+        )
+
+    def sample(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
+        """hidden [..., d] → [num_samples, ..., l]."""
+        shape = (*hidden.shape[:-1], num_samples, self.noise_size)
+        drawn = torch.rand(shape, generator=generator, device=hidden.device) - 0.5
+        return self(hidden, drawn).movedim(-2, 0)  # type: ignore[no-any-return]
