@@ -44,11 +44,14 @@ def energy_head(
 
 
 def energy_loss(head: EnergyHeadConfig, latent: int) -> list[Component]:
-    """Pairwise distances of Eq. 10 as matrix products: N·M pairs (targets need no gradient) and N·N pairs."""
+    """Pairwise distances of Eq. 10, l MACs each: N·M sample–target pairs, N(N − 1)/2 sample–sample pairs.
+
+    Targets need no gradient, so the first kind pulls on one point and the second on two.
+    """
     n, m = head.num_samples, head.num_posterior
     return [
         Component("loss.sample_target", "loss", 0, n * m * latent, backward=1, per_step=0),
-        Component("loss.sample_sample", "loss", 0, n * n * latent, backward=2, per_step=0),
+        Component("loss.sample_sample", "loss", 0, n * (n - 1) // 2 * latent, backward=2, per_step=0),
     ]
 
 

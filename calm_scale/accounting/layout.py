@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from calm_scale.accounting.backbone_model import input_components, layer_components, lm_of
-from calm_scale.accounting.components import Component
-from calm_scale.accounting.model import frozen_components, head_components, loss_components
+from calm_scale.accounting.model import frozen_components, head_components, loss_components, recomputed
 from calm_scale.config.run import RunConfig
 
 
@@ -58,15 +57,6 @@ def layer_costs(config: RunConfig) -> LayerCosts:
         layer=sum(c.training + recomputed(c, recompute) for c in layer),
         last=sum(c.training for c in last),
     )
-
-
-def recomputed(component: Component, mode: str) -> int:
-    """Forward MACs per position that the backward pass runs again: all of a layer, its core attention, nothing."""
-    if component.part != "backbone":
-        return 0
-    if mode == "full" or (mode == "selective" and component.attention):
-        return component.training_forward
-    return 0
 
 
 def balance(config: RunConfig) -> tuple[int, ...]:

@@ -66,6 +66,15 @@ def lm_components(config: RunConfig, *, shared_condition: bool = True) -> list[C
     ]
 
 
+def recomputed(component: Component, mode: str) -> int:
+    """Forward MACs per position that the backward pass runs again: all of a layer, its core attention, nothing."""
+    if component.part != "backbone":
+        return 0
+    if mode == "full" or (mode == "selective" and component.attention):
+        return component.training_forward
+    return 0
+
+
 def parameters(config: RunConfig) -> dict[str, int]:
     """Trained parameters by part: ``embedding``, ``input``, ``backbone``, ``head`` or ``output``, and ``autoencoder``.
 

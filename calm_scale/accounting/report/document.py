@@ -1,0 +1,116 @@
+"""A report as data: sections of tables and pictures, rendered by console, Markdown, HTML and JSON alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["text", "integer", "number", "flops", "percent", "deviation", "bytes", "seconds", "money"]
+Cell = str | int | float | None
+
+UNAVAILABLE = "n/a"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its key in JSON, its heading, how its cells are written."""
+
+    key: str
+    heading: str
+    kind: Kind = "text"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Raw cells under typed columns. The last ``num_total`` rows are totals."""
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    num_total: int = 0
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An inline SVG and what it shows in words."""
+
+    key: str
+    title: str
+    svg: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, a paragraph or two, tables and pictures."""
+
+    key: str
+    title: str
+    text: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+
+@dataclass(frozen=True)
+class Document:
+    """The whole report."""
+
+    title: str
+    sections: tuple[Section, ...]
+
+
+def text_of(cell: Cell, kind: Kind) -> str:
+    """One cell as people read it. None is ``n/a``, never a number."""
+    if cell is None:
+        return UNAVAILABLE
+    if isinstance(cell, str) or kind == "text":
+        return str(cell)
+    return _WRITERS[kind](float(cell))
+
+
+def scaled(value: float, units: Sequence[str], step: float = 1000.0) -> str:
+    """Three significant digits with the fitting prefix: ``scaled(1.5e9, ("", "k", "M", "G"))`` → ``1.50 G``."""
+    index, size = 0, abs(value)
+    while size >= step * 0.9995 and index < len(units) - 1:
+        size, index = size / step, index + 1
+    digits = 0 if size >= 99.95 or (index == 0 and size == int(size)) else 1 if size >= 9.995 else 2
+    unit = units[index]
+    return f"{'-' if value < 0 else ''}{size:.{digits}f}" + (f" {unit}" if unit else "")
+
+
+def flops_text(value: float) -> str:
+    """Large FLOPs as the paper writes them (``3.56e20``), small ones with a prefix."""
+    return f"{value:.3e}" if abs(value) >= 1e15 else scaled(value, ("", "k", "M", "G", "T"))
+
+
+def bytes_text(value: float) -> str:
+    """Bytes in binary units."""
+    return scaled(value, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024.0)
+
+
+def seconds_text(value: float) -> str:
+    """A duration in the unit one would say it in."""
+    for limit, divisor, unit in (
+        (1.0, 1e-3, "ms"),
+        (120.0, 1.0, "s"),
+        (7200.0, 60.0, "min"),
+        (172800.0, 3600.0, "h"),
+    ):
+        if value < limit:
+            return f"{value / divisor:.3g} {unit}"
+    return f"{value / 86400:.3g} days"
+
+
+_WRITERS = {
+    "integer": lambda value: f"{value:,.0f}".replace(",", "\u202f"),
+    "number": lambda value: f"{value:.3g}" if abs(value) < 1000 else scaled(value, ("", "k", "M", "G", "T")),
+    "flops": flops_text,
+    "percent": lambda value: f"{100 * value:.1f} %",
+    "deviation": lambda value: f"{100 * value:+.1f} %",
+    "bytes": bytes_text,
+    "seconds": seconds_text,
+    "money": lambda value: f"{value:,.2f}".replace(",", "\u202f"),
+}
