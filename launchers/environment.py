@@ -142,8 +142,8 @@ def _master(claim: Claim, env: Mapping[str, str]) -> tuple[str, int]:
                     "MASTER_ADDR and MASTER_PORT must be set beside RANK and WORLD_SIZE", claim.values
                 )
             )
-        return env.get("MASTER_ADDR", "127.0.0.1"), _count(env, "MASTER_PORT") or _derived_port(env)
-    return _address(claim, env), _count(env, MASTER_PORT) or _derived_port(env)
+        return env.get("MASTER_ADDR", "127.0.0.1"), _port(env, "MASTER_PORT")
+    return _address(claim, env), _port(env, MASTER_PORT)
 
 
 def _address(claim: Claim, env: Mapping[str, str]) -> str:
@@ -162,8 +162,14 @@ def _address(claim: Claim, env: Mapping[str, str]) -> str:
     )
 
 
-def _derived_port(env: Mapping[str, str]) -> int:
-    return ports.candidates(_identity(env), 1)[0]
+def _port(env: Mapping[str, str], name: str) -> int:
+    """The port a launcher chose, else one derived from what the ranks share."""
+    text = env.get(name)
+    if text is None:
+        return ports.candidates(_identity(env), 1)[0]
+    if not (text.isdigit() and 0 < int(text) < 65_536):
+        raise LaunchError(f"environment variable {name} is {text!r}, not a port number")
+    return int(text)
 
 
 def _identity(env: Mapping[str, str]) -> str:
