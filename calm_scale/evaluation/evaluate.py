@@ -1,0 +1,130 @@
+"""BrierLM of a model on tokenized sequences, with the protocol it was measured under."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError, score
+from calm_scale.evaluation.documents import SequenceCounts, count_sequence, merge
+from calm_scale.evaluation.paths import Windows, sample_windows
+from calm_scale.evaluation.sequences import Alone, Crew, Grid, TokenBlocks, deal, gather, grids
+
+if TYPE_CHECKING:
+    from calm_scale.config.evaluation import EvaluationConfig
+    from calm_scale.lm.patch_model import PatchModel
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """A score that can be compared: the numbers, the protocol behind them, and their sums per document.
+
+    ``protocol`` holds all that the numbers depend on; ``execution`` what they do not (ranks, batch, seconds).
+    """
+
+    score: BrierScore
+    counts: Counts
+    protocol: Mapping[str, Any]
+    execution: Mapping[str, Any] = field(default_factory=dict)
+
+
+def evaluate(
+    model: PatchModel,
+    dataset: TokenBlocks,
+    config: EvaluationConfig,
+    *,
+    bos_id: int | None = None,
+    pad_id: int | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    crew: Crew | None = None,
+    on_sequence: Callable[[int, int], None] | None = None,
+) -> EvaluationResult:
+    """Scores every patch boundary of the sequences from samples of the model.
+
+    Args:
+        model: any law of patches; its temperature, if it has one, is named by its ``sampler`` attribute.
+        dataset: sequences of token ids; the last partial patch of a sequence is scored as far as it goes.
+        config: the protocol.
+        bos_id: begins a document (for the bootstrap); without BOS in the data a sequence is a document.
+        pad_id: positions whose true continuation holds this id are not scored for that order.
+        provenance: names of what was scored (fingerprints of data, autoencoder, checkpoint); goes into the result.
+        crew: ranks that share the sequences; each holds the whole model. Every rank gets the whole result.
+        on_sequence: called with (done, of) on this rank.
+
+    Raises:
+        EvaluationError: nothing to score, ids outside of the vocabulary, or another rank's failure.
+    """
+    crew = crew or Alone()
+    num_sequences = min(len(dataset), config.max_sequences or len(dataset))
+    if num_sequences == 0:
+        raise EvaluationError("no sequence to evaluate: the split is empty. Prepare a held-out split first")
+    started = time.perf_counter()
+    mine = deal(num_sequences, crew)
+
+    def work() -> list[SequenceCounts]:
+        done = []
+        with torch.no_grad():
+            for index, tokens, sequence_grids in grids(model, dataset, mine, config):
+                windows = [(g.shift, _windows(model, g, index, config, pad_id)) for g in sequence_grids]
+                done.append(count_sequence(index, tokens, windows, bos_id))
+                if on_sequence is not None:
+                    on_sequence(len(done), len(mine))
+        return done
+
+    counts, documents_by = merge(gather(work, crew), config.num_samples)
+    protocol = {
+        **protocol_of(model, dataset, config, num_sequences),
+        "documents_by": documents_by,
+        "provenance": dict(provenance or {}),
+    }
+    execution = {
+        "ranks": crew.world_size,
+        "batch_size": config.batch_size,
+        "seconds": time.perf_counter() - started,
+    }
+    return EvaluationResult(
+        score(counts, config.bootstrap, config.confidence, config.seed), counts, protocol, execution
+    )
+
+
+def protocol_of(
+    model: PatchModel, dataset: TokenBlocks, config: EvaluationConfig, num_sequences: int
+) -> dict[str, Any]:
+    """Everything a BrierLM depends on, in words and numbers."""
+    k = model.patch_size
+    lengths = {len(dataset[0]), len(dataset[num_sequences - 1])}
+    offsets = list(range(k)) if config.coverage == "all" else [0]
+    return {
+        "metric": "BrierLM, U-statistic over all pairs of samples",
+        "patch_size": k,
+        "vocab_size": model.vocab_size,
+        "block_tokens": max(lengths),
+        "num_sequences": num_sequences,
+        "num_samples": config.num_samples,
+        "sampler": getattr(model, "sampler", "plain, T = 1"),
+        "coverage": config.coverage,
+        "scored_offsets": offsets,
+        "covers": (
+            f"the 4 tokens after a true prefix, starting at {len(offsets)} of {k} token offsets of the patch grid"
+            + (f"; paths run over {-(-ORDERS // k)} patches" if k < ORDERS else "")
+        ),
+        "dropped_tail": "none: the last partial block and patch are scored",
+        "exact_batches": config.exact_batches,
+        "seed": config.seed,
+        "bootstrap": f"{config.bootstrap} resamplings of documents, {config.confidence:.0%} percentile interval",
+    }
+
+
+def _windows(
+    model: PatchModel, grid: Grid, index: int, config: EvaluationConfig, pad_id: int | None
+) -> Windows:
+    windows = sample_windows(
+        model, grid.tokens, grid.hidden, config.num_samples, (config.seed, index, grid.shift)
+    )
+    if pad_id is None:
+        return windows
+    return Windows(windows.samples, windows.truth, windows.valid & (windows.truth != pad_id), windows.start)

@@ -1,0 +1,115 @@
+"""An evaluation as one JSON file and one table; reading it back for a comparison."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from calm_scale.evaluation.brier import BrierScore, Counts, EvaluationError
+from calm_scale.evaluation.evaluate import EvaluationResult
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMAT = "calm-scale evaluation 1"
+
+
+def to_document(result: EvaluationResult) -> dict[str, Any]:
+    """The JSON document of a result. All but ``execution`` is a function of model, data and protocol."""
+    counts = result.counts
+    return {
+        "format": FORMAT,
+        "score": asdict(result.score),
+        "protocol": dict(result.protocol),
+        "execution": dict(result.execution),
+        "documents": {
+            "num_samples": counts.num_samples,
+            "hits": counts.hits.tolist(),
+            "pairs": counts.pairs.tolist(),
+            "positions": counts.positions.tolist(),
+        },
+    }
+
+
+def save(result: EvaluationResult, path: Path) -> None:
+    """Writes the JSON document; a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(to_document(result), indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def load(path: Path) -> EvaluationResult:
+    """Reads what ``save`` wrote.
+
+    Raises:
+        EvaluationError: not an evaluation of this format.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"cannot read evaluation {path}: {error}") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise EvaluationError(f"{path} is not a '{FORMAT}' file; give the JSON that `calm-scale eval` wrote")
+    sums = raw["documents"]
+    arrays = (np.array(sums[name], dtype=np.int64).reshape(-1, 4) for name in ("hits", "pairs", "positions"))
+    score = {key: _tuples(value) for key, value in raw["score"].items()}
+    counts = Counts(*arrays, num_samples=sums["num_samples"])
+    return EvaluationResult(BrierScore(**score), counts, raw["protocol"], raw["execution"])
+
+
+def table(result: EvaluationResult, title: str = "BrierLM") -> Table:
+    """Components (in per cent), composite, intervals and the protocol, for the terminal."""
+    from rich.table import Table
+
+    score = result.score
+    out = Table(title=title, caption=_caption(result), caption_justify="left")
+    for name in ("", "score", f"{score.confidence:.0%} interval", "accuracy", "collision", "positions"):
+        out.add_column(name, justify="left" if not name else "right")
+    for n in range(len(score.components)):
+        out.add_row(
+            f"Brier-{n + 1} (%)",
+            _percent(score.components[n]),
+            _range(score.component_intervals[n], 100.0),
+            _percent(score.accuracy[n]),
+            _percent(score.collision[n]),
+            f"{score.num_positions[n]:,}",
+        )
+    out.add_section()
+    out.add_row(
+        "BrierLM",
+        "n/a" if score.brierlm is None else f"{score.brierlm:.3f}",
+        _range(score.brierlm_interval, 1.0),
+    )
+    return out
+
+
+def _caption(result: EvaluationResult) -> str:
+    p, score = result.protocol, result.score
+    lines = [f"BrierLM is undefined: {score.undefined_because}"] if score.undefined_because else []
+    lines += [
+        f"K {p['patch_size']}, {p['num_sequences']} sequences of {p['block_tokens']} tokens, "
+        f"{score.num_documents} documents (by {p['documents_by']}), S {score.num_samples}, seed {p['seed']}, "
+        f"sampler {p['sampler']}",
+        f"covers {p['covers']}; dropped tail {p['dropped_tail']}",
+    ]
+    lines += [f"{name}: {value}" for name, value in p["provenance"].items()]
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{100 * value:.3f}"
+
+
+def _range(interval: tuple[float | None, float | None] | None, scale: float) -> str:
+    if interval is None:
+        return "n/a"
+    return " – ".join("n/a" if end is None else f"{scale * end:.3f}" for end in interval)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,123 @@
+"""The sequences of an evaluation, dealt to ranks, with the teacher-forced states of each of their grids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from calm_scale.evaluation.brier import EvaluationError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from calm_scale.config.evaluation import EvaluationConfig
+    from calm_scale.lm.patch_model import PatchModel
+
+T = TypeVar("T")
+
+
+class TokenBlocks(Protocol):
+    """Tokenized sequences: ``ShardDataset``, or any list of 1-D integer arrays (the last may be shorter)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> NDArray[Any]: ...
+
+
+class Crew(Protocol):
+    """The ranks that share an evaluation: every one holds a whole model and scores its own sequences."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A crew of one."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``[value]``."""
+        return [value]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One patch grid of a sequence: its tokens from ``shift`` on ``[L − shift]`` and their states ``[P, d]``."""
+
+    shift: int
+    tokens: Tensor
+    hidden: Tensor
+
+
+def grids(
+    model: PatchModel, dataset: TokenBlocks, indices: Sequence[int], config: EvaluationConfig
+) -> Iterator[tuple[int, Tensor, list[Grid]]]:
+    """Yields (sequence index, tokens ``[L]``, its grids) for the given sequences, in order."""
+    device = getattr(model, "device", torch.device("cpu"))
+    shifts = range(model.patch_size) if config.coverage == "all" else range(1)
+    for begin in range(0, len(indices), config.batch_size):
+        batch = indices[begin : begin + config.batch_size]
+        tokens = [torch.from_numpy(np.asarray(dataset[i]).astype(np.int64)).to(device) for i in batch]
+        for index, sequence in zip(batch, tokens, strict=True):
+            _check_ids(index, sequence, model.vocab_size)
+        per_shift = [_states(model, [t[shift:] for t in tokens], config.exact_batches) for shift in shifts]
+        for row, (index, sequence) in enumerate(zip(batch, tokens, strict=True)):
+            yield (
+                index,
+                sequence,
+                [Grid(shift, sequence[shift:], per_shift[shift][row]) for shift in shifts],
+            )
+
+
+def deal(num_sequences: int, crew: Crew) -> list[int]:
+    """Indices this rank scores: every world_size-th."""
+    return list(range(crew.rank, num_sequences, crew.world_size))
+
+
+def gather(work: Callable[[], list[T]], crew: Crew) -> list[T]:
+    """Runs ``work`` on every rank and returns all ranks' items; a failure on one rank is raised on all of them."""
+    mine: list[T] = []
+    failure: Exception | None = None
+    try:
+        mine = work()
+    except Exception as error:
+        failure = error
+    everyone = crew.gather_objects(
+        (mine, None if failure is None else f"{type(failure).__name__}: {failure}")
+    )
+    if failure is not None:
+        raise failure
+    for rank, (_, problem) in enumerate(everyone):
+        if problem is not None:
+            raise EvaluationError(f"evaluation stopped because rank {rank} failed: {problem}")
+    return [item for items, _ in everyone for item in items]
+
+
+def _states(model: PatchModel, sequences: list[Tensor], alone: bool) -> list[Tensor]:
+    """States ``[P, d]`` over the full patches of each sequence; equal lengths share a pass unless ``alone``."""
+    k = model.patch_size
+    full = [t[: len(t) // k * k] for t in sequences]
+    if alone or len({len(t) for t in full}) > 1 or not len(full[0]):
+        return [model.hidden(t[None])[0] if len(t) else torch.empty(0, 1, device=t.device) for t in full]
+    return list(model.hidden(torch.stack(full)))
+
+
+def _check_ids(index: int, tokens: Tensor, vocab_size: int) -> None:
+    if len(tokens) and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
+        raise EvaluationError(
+            f"sequence {index} holds token id {int(tokens.max())}; the model's vocabulary has {vocab_size} ids. "
+            "Was the data prepared with this run's tokenizer?"
+        )
