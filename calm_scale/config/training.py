@@ -12,7 +12,10 @@ from calm_scale.config.optimizer import OptimizerConfig
 
 
 class TrainingConfig(Section):
-    """Batches are counted in sequences (samples). global_batch = micro_batch × DP × accumulation."""
+    """Batches are counted in sequences (samples). global_batch = micro_batch × DP × accumulation.
+
+    ``max_nonfinite_steps`` skipped in a row end the run. ``loader_workers`` threads read batches ahead (0: none).
+    """
 
     steps: int = Field(gt=0)
     global_batch: int = Field(gt=0)
@@ -25,6 +28,7 @@ class TrainingConfig(Section):
     on_nonfinite: Literal["skip", "stop"] = "skip"
     max_nonfinite_steps: int = Field(default=10, ge=1)
     end_of_data: Literal["repeat", "stop"] = "repeat"
+    loader_workers: int = Field(default=1, ge=0, le=32)
     stall_seconds: float = Field(default=1800.0, gt=0)
 
     @model_validator(mode="after")

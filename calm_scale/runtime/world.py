@@ -166,6 +166,7 @@ def init_world(
 
 def _join(facts: _Facts, backend: str, timeout: timedelta) -> Any:
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     join = timedelta(seconds=JOIN_SECONDS)
     if dist.is_initialized():
@@ -174,8 +175,8 @@ def _join(facts: _Facts, backend: str, timeout: timedelta) -> Any:
                 f"a process group of {dist.get_world_size()} exists, the launcher says {facts.world_size} ranks"
             )
     else:
-        rendezvous = dist.rendezvous("env://", rank=facts.rank, world_size=facts.world_size, timeout=join)
-        store, rank, world_size = next(iter(rendezvous))
+        meeting = rendezvous("env://", rank=facts.rank, world_size=facts.world_size, timeout=join)
+        store, rank, world_size = next(iter(meeting))
         store.set_timeout(join)
         _roll_call(store, rank, world_size)
         store.set_timeout(timeout)

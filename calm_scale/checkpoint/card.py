@@ -1,0 +1,121 @@
+"""The identity card: what a checkpoint is a checkpoint of, and how far it had come."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+import calm_scale
+from calm_scale.checkpoint.errors import CheckpointError
+from calm_scale.checkpoint.files import write_json
+from calm_scale.checkpoint.layout import CARD
+from calm_scale.config.base import Section
+
+FORMAT_VERSION = 1
+
+UNITS = {
+    "steps": "optimizer steps, skipped ones included",
+    "samples": "sequences taken from the sample stream",
+    "tokens": "tokens in those sequences",
+    "skipped_steps": "optimizer steps whose update was discarded for a non-finite gradient",
+    "consecutive_skips": "skipped steps in a row up to now",
+}
+
+
+class Counters(Section):
+    """How far the run has come. ``UNITS`` says what each number counts; it is written beside them."""
+
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+
+
+class Identity(Section):
+    """What does not change while a run goes on in one attempt.
+
+    ``config`` is the resolved document. ``topology`` says which layout wrote the shards, e.g.
+    ``{"world_size": 4, "tensor": 2, "pipeline": 2, "data": 1}`` or ``{"world_size": 2, "zero_stage": 1}``.
+    """
+
+    stage: str
+    run_id: str
+    config: dict[str, Any]
+    config_hash: str
+    patch_size: int
+    vocab_size: int
+    tokenizer_fingerprint: str
+    shards_fingerprint: str
+    autoencoder_fingerprint: str | None = None
+    topology: dict[str, Any] = Field(default_factory=dict)
+    code_version: str = ""
+    attempt: int = 0
+    logging_run_id: str = ""
+
+
+class Card(Identity):
+    """One checkpoint's ``card.json``."""
+
+    format_version: int = FORMAT_VERSION
+    created: float
+    counters: Counters
+    units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
+    schedule: dict[str, Any] = Field(default_factory=dict)
+    rng: dict[str, Any] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    evaluation_pending: bool = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.counters.steps
+
+    @classmethod
+    def of(cls, identity: Identity, **more: Any) -> Card:
+        """The identity plus what a moment adds: ``created``, ``counters``, ``schedule``, ``rng``, ``metrics``."""
+        return cls(**identity.model_dump(), **more)
+
+    def write(self, folder: Path) -> None:
+        """Writes ``card.json``, durable on return."""
+        write_json(folder / CARD, self.model_dump(mode="json"))
+
+    @classmethod
+    def read(cls, folder: Path) -> Card:
+        """Raises CheckpointError with the reason when the card is missing, damaged or from a newer format."""
+        path = folder / CARD
+        try:
+            raw = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise CheckpointError(f"no {CARD}") from None
+        except OSError as error:
+            raise CheckpointError(f"{CARD} cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise CheckpointError(f"{CARD} is damaged") from None
+        version = raw.get("format_version") if isinstance(raw, dict) else None
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise CheckpointError(f"{CARD} has format {version}; this program reads up to {FORMAT_VERSION}")
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise CheckpointError(f"{CARD} does not fit: {where}: {first['msg']}") from None
+
+
+def code_version() -> str:
+    """Version of the package, and the commit where it runs from a git checkout."""
+    version = getattr(calm_scale, "__version__", "0")
+    root = Path(calm_scale.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return version
+    try:
+        git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        found = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return version
+    return f"{version}+{found}"

@@ -1,0 +1,207 @@
+"""One save from its folder to its name: write → list and fsync → verify → rename.
+
+A save is a small state machine, so that the same code runs through at once (sync) or a piece per training step
+(async). The pieces that take long (writing, fsync, checksums) run in the background then; what needs all ranks
+together happens in ``advance``, which every rank calls once every rank is ``ready``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.errors import DiskFullError, SaveError, is_disk_full
+from calm_scale.checkpoint.files import checksum, sync_folder
+from calm_scale.checkpoint.inventory import summary
+from calm_scale.checkpoint.layout import CARD, SHARDS, TMP, folder_name
+from calm_scale.checkpoint.manifest import FileEntry, FileList, share_by_size
+
+if TYPE_CHECKING:
+    from calm_scale.runtime.world import World
+
+
+class Work(Protocol):
+    """Something under way; the same shape as an engine's pending write."""
+
+    def done(self) -> bool:
+        """Finished or failed."""
+        ...
+
+    def wait(self) -> Any:
+        """Blocks until done; raises what went wrong."""
+        ...
+
+
+class Background:
+    """Work in a thread; ``wait`` gives its result or raises its error."""
+
+    def __init__(self, work: Callable[[], Any], name: str = "checkpoint") -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:  # raised again by wait()
+            self._error = error
+
+    def done(self) -> bool:
+        """Finished or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Any:
+        """The result; raises what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Now:
+    """Work done in place, with the same two calls."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: Exception | None = None
+        try:
+            self._result = work()
+        except Exception as error:  # raised again by wait()
+            self._error = error
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> Any:
+        """The result; raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Save:
+    """The save of one step on one rank."""
+
+    def __init__(
+        self, root: Path, world: World, card: Card, start: Callable[[Path], Work | None], background: bool
+    ):
+        self.root, self.world, self.card = root, world, card
+        self.step = card.step
+        self.tmp = root / (folder_name(self.step) + TMP)
+        self.path = root / folder_name(self.step)
+        self.phase: Literal["writing", "listing", "committed"] = "writing"
+        self.size = 0
+        self._runner: type[Now] | type[Background] = Background if background else Now
+        self._files: list[FileEntry] = []
+        self._work: Work = self._begin(start)
+
+    @property
+    def ready(self) -> bool:
+        """This rank has nothing more to do before the next ``advance``."""
+        return self.phase == "committed" or self._work.done()
+
+    def wait(self) -> None:
+        """Blocks until this rank is ready; errors are raised by ``advance``, on all ranks together."""
+        try:
+            self._work.wait()
+        except Exception:
+            return
+
+    def advance(self) -> None:
+        """The next phase. Every rank calls it when all are ready.
+
+        Raises:
+            SaveError: on every rank, when any rank failed; what was written is gone then.
+        """
+        results = self._together()
+        if self.phase == "writing":
+            self._start_listing()
+        elif self.phase == "listing":
+            self._commit([entry for share in results for entry in share])
+
+    def run(self) -> None:
+        """All phases at once."""
+        while self.phase != "committed":
+            self.wait()
+            self.advance()
+
+    def _begin(self, start: Callable[[Path], Work | None]) -> Work:
+        shards = self.tmp / SHARDS
+        try:
+            work = start(shards)
+        except Exception as error:
+            return Now(_raiser(error))
+        return work if work is not None else Now(lambda: None)
+
+    def _together(self) -> list[Any]:
+        """Every rank's result, or one SaveError on every rank."""
+        try:
+            outcome: tuple[Any, str | None, bool] = (self._work.wait(), None, False)
+        except Exception as error:
+            outcome = (None, f"{type(error).__name__}: {error}".split("\n")[0], is_disk_full(error))
+        outcomes = self.world.gather_objects(outcome)
+        failed = [(rank, text, full) for rank, (_, text, full) in enumerate(outcomes) if text]
+        if failed:
+            self._fail([f"rank {rank}: {text}" for rank, text, _ in failed], any(full for *_, full in failed))
+        return [result for result, _, _ in outcomes]
+
+    def _fail(self, faults: list[str], full: bool) -> None:
+        if self.world.is_first:
+            shutil.rmtree(self.tmp, ignore_errors=True)
+        self.world.barrier()
+        kind = DiskFullError if full else SaveError
+        reason = "no space left on the disk" if full else "writing failed"
+        raise kind(
+            f"step {self.step} not saved: {reason} ({summary(faults)}). "
+            f"Nothing of it is left in {self.root}; older checkpoints are untouched"
+        )
+
+    def _start_listing(self) -> None:
+        names = self.world.broadcast_object(self._list() if self.world.is_first else None)
+        files = [FileEntry(name, size, "") for name, size in names]
+        mine = share_by_size(files, self.world.rank, self.world.world_size)
+        self.phase = "listing"
+        self._work = self._runner(lambda: self._seal(mine))
+
+    def _list(self) -> list[tuple[str, int]]:
+        shards = sorted(path for path in (self.tmp / SHARDS).rglob("*") if path.is_file())
+        return [(path.relative_to(self.tmp).as_posix(), path.stat().st_size) for path in shards]
+
+    def _seal(self, entries: tuple[FileEntry, ...]) -> list[FileEntry]:
+        return [
+            FileEntry(entry.path, entry.size, checksum(self.tmp / entry.path, sync=True)) for entry in entries
+        ]
+
+    def _commit(self, entries: list[FileEntry]) -> None:
+        self._work = Now(lambda: self._rename(entries) if self.world.is_first else None)
+        self.size = self._together()[0]
+        self.phase = "committed"
+
+    def _rename(self, entries: list[FileEntry]) -> int:
+        if not entries:
+            raise SaveError("the engine wrote no file")
+        self.card.write(self.tmp)
+        card = self.tmp / CARD
+        entries = [*entries, FileEntry(CARD, card.stat().st_size, checksum(card, sync=True))]
+        FileList(tuple(sorted(entries, key=lambda entry: entry.path))).write(self.tmp)
+        for folder in sorted(path for path in self.tmp.rglob("*") if path.is_dir()):
+            sync_folder(folder)
+        written = FileList.read(self.tmp)
+        if faults := written.missing_or_cut(self.tmp):
+            raise SaveError(summary(faults))
+        self.tmp.rename(self.path)
+        sync_folder(self.root)
+        return written.size
+
+
+def _raiser(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail

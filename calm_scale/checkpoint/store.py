@@ -1,0 +1,298 @@
+"""CheckpointStore: a checkpoint is complete or absent, and all ranks agree on which."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.disk import check_space, human_bytes
+from calm_scale.checkpoint.errors import (
+    CheckpointError,
+    DiskFullError,
+    NothingToResumeError,
+    SaveError,
+    is_disk_full,
+)
+from calm_scale.checkpoint.files import write_text
+from calm_scale.checkpoint.inventory import Entry, examine, inventory, summary
+from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_name, step_folders, unfinished
+from calm_scale.checkpoint.manifest import FileList, changed_contents
+from calm_scale.checkpoint.retention import superfluous
+from calm_scale.checkpoint.saving import Background, Save, Work
+from calm_scale.config.checkpoint import CheckpointConfig
+
+if TYPE_CHECKING:
+    from calm_scale.runtime.world import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint that every rank has verified, and the newer ones it was preferred to, with reasons."""
+
+    path: Path
+    card: Card
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps it holds."""
+        return self.card.step
+
+    @property
+    def shards(self) -> Path:
+        """The folder that the engine loads."""
+        return self.path / SHARDS
+
+
+class CheckpointStore:
+    """Checkpoints of one stage of one run. Every rank holds one and makes every call, in the same order.
+
+    Args:
+        root: ``<workdir>/<stage>/checkpoints``.
+        world: the ranks that save and resume together.
+        config: cadence and retention.
+        run_id: whose checkpoints count here; None: everyone's.
+        say: takes a line for people; called on the first rank only.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        world: World,
+        config: CheckpointConfig,
+        run_id: str | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.root, self.world, self.config, self.run_id = root, world, config, run_id
+        self._say = say if world.is_first else lambda line: None
+        self.saving: Save | None = None
+        self.last_saved: int | None = None
+        self._last_size: int | None = None
+        self._verified: dict[Path, tuple[tuple[str, int, int], ...]] = {}
+        self._removing: list[Background] = []
+
+    # Resuming
+
+    def newest(self, step: int | None = None) -> Found | None:
+        """The newest complete checkpoint of this run that verifies on every rank; or exactly ``step``.
+
+        None only when no step folder is there at all: then, and only then, the run may start from step 0.
+
+        Raises:
+            NothingToResumeError: step folders are there and none is usable, or ``step`` is not among the usable.
+        """
+        entries: list[Entry] = self._on_first(lambda: inventory(self.root))
+        candidates = sorted((e for e in entries if e.state != "unfinished"), key=lambda e: -e.step)
+        passed_over = [f"{e.path.name}: {e.reason}" for e in entries if e.state == "unfinished"]
+        for entry in candidates:
+            if step is not None and entry.step != step:
+                continue
+            reason = self._why_not(entry)
+            if reason is None:
+                found = self._found(entry, passed_over)
+                for line in passed_over:
+                    self._say(f"passed over {line}")
+                self._last_size, self.last_saved = entry.size, entry.step
+                return found
+            passed_over.append(f"{entry.path.name}: {reason}")
+        self._nothing(step, candidates, passed_over)
+        return None
+
+    def _why_not(self, entry: Entry) -> str | None:
+        if entry.card is not None and self.run_id is not None and entry.run_id != self.run_id:
+            return f"belongs to another run ({entry.run_id}, this is {self.run_id})"
+        faults = self.verify_together(entry.path) if entry.card is not None else [entry.reason]
+        return summary(faults) if faults else None
+
+    def _found(self, entry: Entry, passed_over: list[str]) -> Found:
+        if entry.card is None:  # _why_not passes entries with a card only
+            raise CheckpointError(f"{entry.path} has no card")
+        return Found(entry.path, entry.card, tuple(passed_over))
+
+    def _nothing(self, step: int | None, candidates: list[Entry], passed_over: list[str]) -> None:
+        if step is not None:
+            usable = ", ".join(str(e.step) for e in reversed(candidates) if e.state == "complete") or "none"
+            raise NothingToResumeError(
+                f"{self.root} has no usable step {step}. Complete steps: {usable}" + _lines(passed_over)
+            )
+        pointer = self._on_first((self.root / LATEST).exists)
+        if candidates or pointer:
+            raise NothingToResumeError(
+                f"{self.root} holds checkpoints, but none that can be resumed; not starting again over them."
+                + _lines(passed_over)
+                + (f"\n  {LATEST} names a checkpoint that is gone" if pointer and not candidates else "")
+                + "\nMove the folder away to start from step 0"
+            )
+        for line in passed_over:
+            self._say(f"passed over {line}")
+
+    def verify_together(self, path: Path) -> list[str]:
+        """Faults of a step folder as all ranks see it: each looks at every size and reads its share of the bytes."""
+        try:
+            files = FileList.read(path)
+            Card.read(path)
+            signature = None if (faults := files.missing_or_cut(path)) else files.signature(path)
+        except CheckpointError as error:
+            files, signature, faults = None, None, [str(error)]
+        known = signature is not None and self._verified.get(path) == signature
+        if files is not None and not faults and not known:
+            faults = changed_contents(path, files.share(self.world.rank, self.world.world_size))
+        everyone = self.world.gather_objects(faults)
+        merged = sorted({fault for of_rank in everyone for fault in of_rank})
+        if not merged and signature is not None:
+            self._verified[path] = signature
+        return merged
+
+    # Saving
+
+    def save(self, step: int, write: Callable[[Path], None], card: Card) -> Path:
+        """Writes, verifies, renames, rotates. ``write`` gets the shards folder, on every rank.
+
+        Raises:
+            SaveError: on every rank; the attempt left nothing behind.
+        """
+        self.begin(step, write, card, background=False)
+        return self.finish()
+
+    def begin(
+        self, step: int, start: Callable[[Path], Work | None], card: Card, background: bool = True
+    ) -> None:
+        """Starts a save; an earlier one is finished first. ``start`` may return a pending write."""
+        if card.step != step:
+            raise CheckpointError(f"the card of step {step} says step {card.step}")
+        if self.saving is not None:
+            self.finish()
+        self._on_first(lambda: self._prepare(step))
+        self.saving = Save(self.root, self.world, card, start, background)
+
+    @property
+    def waiting(self) -> bool:
+        """This rank still works on the save under way; ``advance`` may be called when no rank says so."""
+        return self.saving is not None and not self.saving.ready
+
+    def advance(self) -> None:
+        """One phase further with the save under way, if any. Raises SaveError like ``save``."""
+        if self.saving is None:
+            return
+        try:
+            self.saving.advance()
+        except SaveError:
+            self.saving = None
+            raise
+        if self.saving.phase == "committed":
+            self._committed(self.saving)
+
+    def finish(self) -> Path:
+        """Waits for the save under way and commits it. Raises SaveError like ``save``."""
+        if self.saving is None:
+            raise CheckpointError("no save is under way")
+        save = self.saving
+        while self.saving is not None:
+            save.wait()
+            self.advance()
+        return save.path
+
+    def close(self) -> None:
+        """Commits what is under way and waits for folders that are being removed."""
+        if self.saving is not None:
+            self.finish()
+        for removal in self._removing:
+            removal.wait()
+        self._removing.clear()
+
+    def _prepare(self, step: int) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            check_space(self.root, self._last_size, step)
+            name = folder_name(step)
+            wreck, taken = self.root / (name + TMP), self.root / name
+            if wreck.exists():
+                self._say(f"removing {wreck.name}, the rest of an earlier save that was never completed")
+                shutil.rmtree(wreck)
+            if taken.exists():
+                kind = "replaced" if examine(taken, step, deep=True).state == "complete" else "damaged"
+                aside = taken.with_name(f"{name}.{kind}-{time.time_ns()}")
+                taken.rename(aside)
+                self._say(f"moved the {kind} {name} aside to {aside.name}")
+            (wreck / SHARDS).mkdir(parents=True)
+        except OSError as error:
+            raise SaveError(
+                f"step {step} not saved: {error.filename or self.root}: {error.strerror}"
+            ) from error
+
+    def _committed(self, save: Save) -> None:
+        self.saving = None
+        self.last_saved, self._last_size = save.step, save.size
+        self._verified[save.path] = FileList.read(save.path).signature(save.path)
+        self._on_first(lambda: write_text(self.root / LATEST, save.path.name + "\n"))
+        self._say(f"saved {save.path.name}, {human_bytes(save.size)}")
+        self._rotate()
+
+    # Retention
+
+    def _rotate(self) -> None:
+        folders = self._on_first(lambda: [(step, path) for step, path in step_folders(self.root)])
+        mine: dict[int, float | None] = {}
+        for step, path in folders:
+            card = _card_or_none(path)
+            card = self.world.broadcast_object(card)
+            if card is None or (self.run_id is not None and card.run_id != self.run_id):
+                continue
+            if not self.verify_together(path):
+                mine[step] = card.metrics.get(self.config.best_metric)
+        doomed = superfluous(mine, self.config)
+        self._on_first(lambda: self._remove(doomed))
+
+    def _remove(self, steps: list[int]) -> None:
+        """Renamed first: a folder half removed must not look like a checkpoint."""
+        doomed = [path for path in self.root.glob(f"step_*{DELETING}") if path.is_dir()]
+        for path in unfinished(self.root):
+            self._say(f"removing {path.name}, the rest of a save that was never completed")
+            doomed.append(path)
+        for step in steps:
+            path = self.root / folder_name(step)
+            self._verified.pop(path, None)
+            doomed.append(path.rename(path.with_name(path.name + DELETING)))
+        self._removing = [removal for removal in self._removing if not removal.done()]
+        if doomed:
+            self._removing.append(Background(lambda: _remove_all(doomed), name="checkpoint-removal"))
+
+    def _on_first(self, work: Callable[[], T]) -> T:
+        """The first rank's result on every rank; its error on every rank too."""
+        result: T | None = None
+        error: CheckpointError | None = None
+        if self.world.is_first:
+            try:
+                result = work()
+            except CheckpointError as caught:
+                error = caught
+            except OSError as caught:
+                kind = DiskFullError if is_disk_full(caught) else CheckpointError
+                error = kind(f"{caught.filename or self.root}: {caught.strerror}")
+        result, error = self.world.broadcast_object((result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+
+def _remove_all(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _card_or_none(path: Path) -> Card | None:
+    try:
+        return Card.read(path)
+    except CheckpointError:
+        return None
+
+
+def _lines(items: list[str]) -> str:
+    return "".join(f"\n  {item}" for item in items)
