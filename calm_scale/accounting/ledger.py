@@ -96,20 +96,31 @@ def append(path: Path, event: Event) -> None:
 
 
 def read(path: Path) -> list[Event]:
-    """All events in order. A torn last line of a killed attempt is passed over.
+    """All events in order.
+
+    A line that a killed attempt tore (the last one, or the one before the next attempt's ``start``) is passed
+    over. Any other damage is an error: a history with holes would be read as less waste than there was.
 
     Raises:
         LedgerError: a line that is not an event, or a newer format; names file and line.
     """
-    events = []
+    events: list[Event] = []
+    torn: int | None = None
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             raw = json.loads(line)
-        except ValueError:  # includes bytes cut inside a character: a write the crash cut short
+        except ValueError:  # includes bytes cut inside a character
+            if torn is not None:
+                raise _damaged(path, torn) from None
+            torn = number
             continue
-        events.append(_event(raw, f"{path}:{number}"))
+        event = _event(raw, f"{path}:{number}")
+        if torn is not None and event.kind != "start":
+            raise _damaged(path, torn)
+        torn = None
+        events.append(event)
     return events
 
 
@@ -121,6 +132,13 @@ def next_attempt(path: Path) -> int:
 def highest_step(path: Path) -> int:
     """Highest step count any attempt has reached; 0 for a new run."""
     return max((event.step for event in read(path)), default=0) if path.exists() else 0
+
+
+def _damaged(path: Path, number: int) -> LedgerError:
+    return LedgerError(
+        f"{path}:{number}: damaged line inside an attempt; restore the file from a copy or delete that line "
+        "(its attempt is then accounted from its other lines)"
+    )
 
 
 def _event(raw: Any, where: str) -> Event:

@@ -1,0 +1,139 @@
+"""Accelerators: peak, memory and links, each with its source. A device that is not listed has no peak: no guessing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from calm_scale.config.base import CalmScaleError
+
+GB = 10**9
+TERA = 10**12
+
+
+class UnknownDeviceError(CalmScaleError):
+    """A device key that is not in the table; names those that are."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        key: the name on the command line.
+        names: what torch reports as its device name. Anything else (a partition of the device, too) is unknown.
+        peak: dense bf16 FLOP/s.
+        memory: bytes.
+        bandwidth: bytes/s of its memory.
+        link: bytes/s per direction to the other devices of its node.
+        network: bytes/s per direction and device between nodes, as such nodes are usually built.
+        dollars_per_hour: an assumption for cost columns, to be replaced by the site's own price.
+        source: where the peak is from.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    peak: float
+    memory: float
+    bandwidth: float
+    link: float
+    network: float
+    dollars_per_hour: float
+    source: str
+
+
+DEVICES: tuple[Device, ...] = (
+    Device(
+        "a100",
+        ("NVIDIA A100-SXM4-80GB",),
+        312 * TERA,
+        80 * GB,
+        2039 * GB,
+        300 * GB,
+        25 * GB,
+        1.8,
+        "NVIDIA A100 datasheet, bf16 dense 312 TFLOPS (SXM 80 GB)",
+    ),
+    Device(
+        "a100-40gb",
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        312 * TERA,
+        40 * GB,
+        1555 * GB,
+        300 * GB,
+        25 * GB,
+        1.3,
+        "NVIDIA A100 datasheet, bf16 dense 312 TFLOPS (40 GB)",
+    ),
+    Device(
+        "h100",
+        ("NVIDIA H100 80GB HBM3",),
+        989.5 * TERA,
+        80 * GB,
+        3350 * GB,
+        450 * GB,
+        50 * GB,
+        3.0,
+        "NVIDIA H100 datasheet, SXM: bf16 1979 TFLOPS with sparsity, half of it dense",
+    ),
+    Device(
+        "h100-pcie",
+        ("NVIDIA H100 PCIe",),
+        756.5 * TERA,
+        80 * GB,
+        2000 * GB,
+        64 * GB,
+        25 * GB,
+        2.5,
+        "NVIDIA H100 datasheet, PCIe: bf16 1513 TFLOPS with sparsity, half of it dense",
+    ),
+    Device(
+        "h200",
+        ("NVIDIA H200",),
+        989.5 * TERA,
+        141 * GB,
+        4800 * GB,
+        450 * GB,
+        50 * GB,
+        3.8,
+        "NVIDIA H200 datasheet, SXM: bf16 1979 TFLOPS with sparsity, half of it dense",
+    ),
+    Device(
+        "b200",
+        ("NVIDIA B200",),
+        2250 * TERA,
+        180 * GB,
+        7700 * GB,
+        900 * GB,
+        50 * GB,
+        5.5,
+        "NVIDIA DGX B200 datasheet: bf16 36 PFLOPS with sparsity for 8, half of it dense",
+    ),
+    Device(
+        "mi300x",
+        ("AMD Instinct MI300X", "AMD Instinct MI300X OAM"),
+        1307.4 * TERA,
+        192 * GB,
+        5300 * GB,
+        448 * GB,
+        50 * GB,
+        2.5,
+        "AMD Instinct MI300X data sheet, bf16 dense 1307.4 TFLOPS",
+    ),
+)
+
+
+def device(key: str) -> Device:
+    """The device of that key.
+
+    Raises:
+        UnknownDeviceError: no such key.
+    """
+    for found in DEVICES:
+        if found.key == key.lower():
+            return found
+    raise UnknownDeviceError(f"gpu '{key}' is not in the table; it knows {', '.join(d.key for d in DEVICES)}")
+
+
+def by_name(name: str) -> Device | None:
+    """The device that torch calls ``name``, exactly; None where it is not listed."""
+    return next((found for found in DEVICES if name in found.names), None)
