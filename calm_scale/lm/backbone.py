@@ -1,0 +1,105 @@
+"""The Llama-style backbone: Megatron's TransformerBlock with our norms and attention in its layer spec."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from calm_scale.config.lm import BackboneConfig
+from calm_scale.lm.attention import SdpaCoreAttention
+from calm_scale.lm.norms import RMSNorm
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def build_backbone(
+    config: TransformerConfig, *, pre_process: bool, post_process: bool, vp_stage: int | None
+) -> TransformerBlock:
+    """This stage's layers, and the final norm on the last stage. Hidden states are [s, b, d]."""
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlock,
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    spec = _transformer_engine_layer() if _use_transformer_engine(config) else local_layer()
+    num_layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlock(
+        config=config,
+        spec=TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm),
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+    )
+
+
+def local_layer() -> ModuleSpec:
+    """Megatron's parallel linear layers, our RMSNorm, attention without materialised scores, SwiGLU."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=SdpaCoreAttention,
+                    linear_proj=RowParallelLinear,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+class Rotary(nn.Module):
+    """Rotary angles [positions, 1, 1, d_h] for Megatron's attention (rotate-half form). Holds no parameters."""
+
+    def __init__(self, config: BackboneConfig, device: torch.device) -> None:
+        super().__init__()
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        angles = torch.outer(torch.arange(config.positions).float(), config.rope_theta**-exponent)
+        self.angles: torch.Tensor
+        self.register_buffer(
+            "angles", torch.cat([angles, angles], dim=-1)[:, None, None, :].to(device), persistent=False
+        )
+
+    def forward(self, start: int, stop: int) -> torch.Tensor:
+        """Angles of positions [start, stop)."""
+        return self.angles[start:stop]
+
+
+def core_attentions(backbone: TransformerBlock) -> list[SdpaCoreAttention]:
+    """The attention of every layer here, in order."""
+    return [layer.self_attention.core_attention for layer in backbone.layers]
+
+
+def _use_transformer_engine(config: TransformerConfig) -> bool:
+    return not config.use_cpu_initialization and importlib.util.find_spec("transformer_engine") is not None
+
+
+def _transformer_engine_layer() -> ModuleSpec:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec()

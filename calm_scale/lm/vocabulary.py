@@ -1,0 +1,119 @@
+"""Vocabulary-parallel embedding and output layer for any V, whether tensor parallelism divides it or not.
+
+Rows are padded up to the next multiple of the tensor-parallel size. A padded row is never looked up (ids are
+< V), never scored (its logit is −∞) and never stored: the checkpoint holds exactly V rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def padded_size(vocab_size: int, tensor_size: int) -> int:
+    """The next multiple of the tensor-parallel size."""
+    return -(-vocab_size // tensor_size) * tensor_size
+
+
+class VocabularyEmbedding(nn.Module):
+    """Ids [b, P, K] → embeddings [P, b, K, d]; with sequence parallelism, this rank's slice of the P positions."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
+        from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.sequence_parallel = config.sequence_parallel
+        self.table = VocabParallelEmbedding(
+            padded_size(vocab_size, config.tensor_model_parallel_size),
+            config.hidden_size,
+            init_method=config.init_method,
+            reduce_scatter_embeddings=config.sequence_parallel,
+            config=config,
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up; ids must be in [0, V)."""
+        if self.sequence_parallel:
+            return self.table(ids)
+        return self.table(ids.transpose(0, 1))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The V true rows only."""
+        key = f"{prefix}table.weight"
+        return unpadded_shard(key, self.table.weight, self.vocab_size)
+
+
+class VocabularyOutput(nn.Module):
+    """The autoregressive baseline's output layer, split over the vocabulary: [P, b, d] → this rank's logits."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.sequence_parallel = config.sequence_parallel
+        self.linear = ColumnParallelLinear(
+            config.hidden_size,
+            padded_size(vocab_size, config.tensor_model_parallel_size),
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [P, b, V_padded / TP], fp32; padded columns are −∞ and get no gradient."""
+        logits = self.linear(hidden)[0].float()
+        num_rows = logits.shape[-1]
+        num_true = _true_rows(self.vocab_size, num_rows)
+        if num_true == num_rows:
+            return logits
+        padded = torch.arange(num_rows, device=logits.device) >= num_true
+        return logits.masked_fill(padded, float("-inf"))
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy [b, P] of target ids [b, P], computed without gathering the logits."""
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        logits = self(hidden)
+        return vocab_parallel_cross_entropy(logits, targets.transpose(0, 1).contiguous()).transpose(0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The V true rows only."""
+        return unpadded_shard(f"{prefix}linear.weight", self.linear.weight, self.vocab_size)
+
+
+def unpadded_shard(key: str, weight: torch.Tensor, vocab_size: int) -> dict[str, Any]:
+    """This rank's part of a [V, d] tensor in Megatron's checkpoint terms; ranks may hold unequal parts."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    num_rows = weight.shape[0]
+    num_true = _true_rows(vocab_size, num_rows)
+    if num_true == 0:
+        return {}
+    data = weight.detach()[:num_true]
+    start = parallel_state.get_tensor_model_parallel_rank() * num_rows
+    replica = (0, 0, parallel_state.get_data_parallel_rank())
+    shard = ShardedTensor(
+        key, data, data.dtype, tuple(data.shape), (vocab_size, data.shape[1]), (start, 0), None, replica
+    )
+    return {key: shard}
+
+
+def _true_rows(vocab_size: int, num_rows: int) -> int:
+    """How many of this rank's ``num_rows`` rows are real tokens."""
+    from megatron.core import parallel_state
+
+    start = parallel_state.get_tensor_model_parallel_rank() * num_rows
+    return max(0, min(num_rows, vocab_size - start))

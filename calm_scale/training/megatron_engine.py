@@ -1,0 +1,210 @@
+"""The language-model engine: Megatron's DDP, pipeline schedules and optimizer behind the loop's small Protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from calm_scale.config import ConfigError, RunConfig
+from calm_scale.lm.build import build_models, language_model_stage
+from calm_scale.lm.model import CalmModel
+from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets
+from calm_scale.runtime.megatron import Layout, Ranks, initialize
+from calm_scale.runtime.noise import Namespace
+from calm_scale.training.engine import Batch, StepResult
+from calm_scale.training.megatron_optimizer import (
+    MegatronOptimizer,
+    all_agree,
+    finalize_gradients,
+    wrap_data_parallel,
+)
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+"""tokens [b, S], sample_ids [b]."""
+
+
+class MegatronEngine:
+    """Trains one language model on all ranks of the world.
+
+    Args:
+        run: the run; ``run.lm`` says what is trained and how it is laid out.
+        world: this process among all.
+        codec: the frozen autoencoder on this rank's device, in evaluation mode; None for the
+            autoregressive baseline.
+
+    Attributes:
+        data_rank, data_size: whose share of the global batch this rank reads.
+        steps: optimizer steps taken (skipped ones not counted).
+    """
+
+    def __init__(self, run: RunConfig, world: Ranks, codec: LatentCodec | None) -> None:
+        stage = language_model_stage(run)
+        self._run = run
+        self._codec = codec
+        self.layout: Layout = initialize(stage.parallel, world)
+        self.data_rank = self.layout.data_rank
+        self.data_size = self.layout.data_size
+        _check(run, self.layout, codec)
+        self.models: list[CalmModel] = build_models(run, self.layout)
+        self.chunks = wrap_data_parallel(self.models, stage.parallel)
+        self.optimizer = MegatronOptimizer.create(
+            self.chunks,
+            stage.training.optimizer,
+            stage.parallel,
+            stage.training.precision,
+            self.layout,
+        )
+        _connect(self.models, self.chunks, self.layout)
+        self.steps = 0
+
+    def train_step(self, batch: Batch, lr: float) -> StepResult:
+        """One optimizer step on this rank's share [A, b, S] of the global batch.
+
+        When loss or gradient norm is not finite no rank updates anything and the result says ``skipped``.
+        """
+        for model in self.models:
+            model.train()
+        self.optimizer.zero_grad()
+        loss = self._pass(batch, forward_only=False, namespace="train", step=batch.step)
+        norm = self.optimizer.global_norm()
+        if not all_agree(math.isfinite(loss) and math.isfinite(norm), self.layout.device):
+            return StepResult(loss=loss, grad_norm=norm, skipped=True)
+        self.optimizer.update(lr, norm)
+        self.steps += 1
+        return StepResult(loss=loss, grad_norm=norm, skipped=False)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Mean loss per position over the batches. Its noise is the same at every evaluation of the run."""
+        for model in self.models:
+            model.eval()
+        total, count = 0.0, 0
+        for batch in batches:
+            num_sequences = batch.tokens.shape[0] * batch.tokens.shape[1]
+            total += num_sequences * self._pass(batch, forward_only=True, namespace="eval", step=0)
+            count += num_sequences
+        if count == 0:
+            raise ConfigError(
+                "evaluation got no batch: give lm.training.eval_samples at least one global batch"
+            )
+        return {"loss": total / count}
+
+    def _pass(self, batch: Batch, *, forward_only: bool, namespace: Namespace, step: int) -> float:
+        """Run the pipeline schedule over the micro-batches; the mean loss per position of the global batch."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        tokens = batch.tokens.to(self.layout.device, non_blocking=True)
+        num_micro_batches, size, length = tokens.shape
+        num_positions = length // self._run.patch_size
+        scale = 1.0 / (num_micro_batches * size * self.data_size * (num_positions - 1))
+        micro_batches = [iter(list(zip(tokens, batch.sample_ids, strict=True))) for _ in self.chunks]
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(self._forward, scale=scale, namespace=namespace, step=step),
+            data_iterator=micro_batches if len(self.chunks) > 1 else micro_batches[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=num_micro_batches,
+            seq_length=num_positions,
+            micro_batch_size=size,
+            forward_only=forward_only,
+        )
+        return self._sum_over_world(losses)
+
+    def _forward(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        chunk: Any,
+        *,
+        scale: float,
+        namespace: Namespace,
+        step: int,
+    ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+        """One micro-batch through one stage, in the form Megatron's schedules want."""
+        tokens, sample_ids = next(micro_batches)
+        model: CalmModel = chunk.module
+        latents = input_latents(model, self._codec, tokens)
+        if not model.post_process:
+            return chunk(tokens, latents), None
+        targets, weights = next_patch_targets(
+            model,
+            self._codec,
+            self.layout,
+            tokens,
+            sample_ids,
+            seed=self._run.seed,
+            step=step,
+            namespace=namespace,
+        )
+        return chunk(tokens, latents, targets), partial(_weighted_sum, weights=weights, scale=scale)
+
+    def _sum_over_world(self, losses: Sequence[torch.Tensor]) -> float:
+        """Add the parts of the loss that this rank owns over all ranks; identical everywhere."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.layout.device)
+        owns_part = self.models[-1].splits_positions or self.layout.tensor_rank == 0
+        if self.layout.is_last_stage and owns_part:
+            total += torch.stack([loss.double() for loss in losses]).sum()
+        dist.all_reduce(total)
+        return float(total.item())
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's shards of weights and optimizer state."""
+        from calm_scale.training.megatron_state import save_training_state
+
+        save_training_state(self.models, self.optimizer, self.steps, self.layout, directory)
+
+    def load(self, directory: Path) -> None:
+        """Read weights and optimizer state, whatever layout wrote them.
+
+        Raises:
+            CheckpointMismatch: a key is missing, unexpected or of another shape.
+        """
+        from calm_scale.training.megatron_state import load_training_state
+
+        self.steps = load_training_state(self.models, self.optimizer, self.layout, directory)
+
+    def is_finite(self) -> bool:
+        """Whether every parameter on every rank is finite."""
+        ok = all(bool(torch.isfinite(p).all()) for model in self.models for p in model.parameters())
+        return all_agree(ok, self.layout.device)
+
+
+def _weighted_sum(
+    loss: torch.Tensor, *, weights: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-position losses [b, p] → this micro-batch's part of the global mean (with Megatron's token count)."""
+    part = (loss * weights).sum() * scale
+    return part, torch.zeros((), dtype=torch.int, device=loss.device), part.detach().clone()
+
+
+def _connect(models: Sequence[CalmModel], chunks: Sequence[Any], layout: Layout) -> None:
+    """Tell Megatron's schedules how to delay and finish the gradient reduction of these stages."""
+    config = models[0].config
+    no_sync = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    config.finalize_model_grads_func = finalize_gradients(layout)
+    if chunks[0].ddp_config.overlap_grad_reduce and len(chunks) > 1:
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+
+
+def _check(run: RunConfig, layout: Layout, codec: LatentCodec | None) -> None:
+    """Refuse at start what would fail or hang later."""
+    stage = language_model_stage(run)
+    try:
+        num_micro_batches = stage.training.accumulation(layout.data_size)
+    except ValueError as error:
+        raise ConfigError(f"lm.training: {error}") from None
+    parallel = stage.parallel
+    if parallel.virtual_pipeline > 1 and num_micro_batches % parallel.pipeline:
+        raise ConfigError(
+            f"lm.parallel.virtual_pipeline needs a number of micro-batches per step ({num_micro_batches}) that is a "
+            f"multiple of the {parallel.pipeline} pipeline stages: change lm.training.global_batch or micro_batch"
+        )
+    if codec is None and stage.head.kind != "softmax":
+        raise ConfigError(
+            f"lm.head.kind {stage.head.kind} is trained against a frozen autoencoder: none was given"
+        )

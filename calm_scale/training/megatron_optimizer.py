@@ -1,0 +1,127 @@
+"""Megatron's optimizer behind three verbs: ready the gradients, measure their global norm, update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from calm_scale.config.optimizer import OptimizerConfig
+from calm_scale.config.parallel import ParallelConfig
+from calm_scale.lm.model import CalmModel
+from calm_scale.lm.positions import sum_position_parallel_gradients
+from calm_scale.runtime.megatron import DTYPES, Layout, Precision
+
+
+def wrap_data_parallel(models: Sequence[CalmModel], parallel: ParallelConfig) -> list[Any]:
+    """Megatron's DDP around each stage: contiguous fp32 gradient buffers, summed over the data-parallel group."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    on_cuda = next(models[0].parameters()).is_cuda
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=on_cuda,
+    )
+    return [
+        DistributedDataParallel(model.config, settings, model, disable_bucketing=not on_cuda or index > 0)
+        for index, model in enumerate(models)
+    ]
+
+
+@dataclass
+class MegatronOptimizer:
+    """AdamW over this rank's stages; fp32 master weights where the model is bf16.
+
+    Attributes:
+        inner: Megatron's optimizer (fp32, mixed-precision or distributed).
+    """
+
+    inner: Any
+    config: OptimizerConfig
+    layout: Layout
+    chunks: Sequence[Any]
+
+    @classmethod
+    def create(
+        cls,
+        chunks: Sequence[Any],
+        config: OptimizerConfig,
+        parallel: ParallelConfig,
+        precision: Precision,
+        layout: Layout,
+    ) -> MegatronOptimizer:
+        """Group the parameters (no decay on 1-D ones) and build Megatron's optimizer over the DDP buffers."""
+        from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        settings = MegatronConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            bf16=precision == "bf16",
+            params_dtype=DTYPES[precision],
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            clip_grad=config.clip_norm,
+        )
+        inner = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
+        return cls(inner, config, layout, chunks)
+
+    def zero_grad(self) -> None:
+        """Empty the gradient buffers."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def global_norm(self) -> float:
+        """Bring the reduced gradients to the optimizer; their 2-norm over all parameters, each counted once."""
+        self.inner.prepare_grads()
+        return float(self.inner.get_grad_norm())
+
+    @torch.no_grad()
+    def update(self, lr: float, norm: float) -> None:
+        """Clip by the global norm and take one AdamW step; parameters are gathered where they are sharded."""
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        if self.config.clip_norm > 0:
+            for optimizer in self.inner.chained_optimizers:
+                parameters = optimizer.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(parameters, self.config.clip_norm, norm)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
+        self.inner.step_with_ready_grads()
+
+
+def finalize_gradients(layout: Layout) -> Any:
+    """The function Megatron's schedules call after the last micro-batch.
+
+    Megatron sums over data-parallel replicas and, under sequence parallelism, over the marked norms; what it does
+    not know are weights that saw only this rank's positions. The loss is already divided by the number of
+    positions of the global batch, so nothing is rescaled here.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    def finalize(
+        chunks: Sequence[Any], num_tokens: object = None, pg_collection: Any = None, **kwargs: Any
+    ) -> None:
+        finalize_model_grads(list(chunks), None, pg_collection=pg_collection, **kwargs)
+        parameters = (p for chunk in chunks for p in chunk.module.parameters())
+        sum_position_parallel_gradients(parameters, layout.tensor_group)
+
+    return finalize
+
+
+def all_agree(ok: bool, device: torch.device) -> bool:
+    """Whether every rank says yes."""
+    flag = torch.tensor([1.0 if ok else 0.0], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item() > 0)
