@@ -52,18 +52,8 @@ def clipped_kl(mean: torch.Tensor, log_std: torch.Tensor, floor: float) -> torch
     return (kl.clamp(min=floor) if floor > 0 else kl).sum(dim=-1)
 
 
-@dataclass(frozen=True)
-class BatchSums:
-    """Detached fp32 sums over a micro-batch; ``tensor()`` packs them for one all-reduce."""
-
-    cross_entropy: torch.Tensor
-    clipped_kl: torch.Tensor
-    correct_tokens: torch.Tensor
-    std: torch.Tensor
-
-    def tensor(self) -> torch.Tensor:
-        """float64 [4] in the order of the fields."""
-        return torch.stack([self.cross_entropy, self.clipped_kl, self.correct_tokens, self.std]).double()
+SUMS = ("cross_entropy", "clipped_kl", "correct_tokens", "std")
+"""What the second output of ``TrainingObjective`` adds up, in this order."""
 
 
 class TrainingObjective(nn.Module):
@@ -93,12 +83,15 @@ class TrainingObjective(nn.Module):
         noise: PatchNoise,
         token_weight: float,
         patch_weight: float,
-    ) -> tuple[torch.Tensor, BatchSums]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted loss of a micro-batch: K · token_weight · Σ CE + β · patch_weight · Σ Σ_j max(λ, KL_j).
 
         ``tokens`` int64 [B, P, K]; ``valid`` bool [B, P, K]: tokens that count (a patch counts if any of its
         tokens does). With weights 1/#tokens and 1/#patches of the global batch, the losses of all
         micro-batches add up to the objective.
+
+        Returns:
+            The scalar loss, and the detached float64 [4] sums over valid tokens and patches named by ``SUMS``.
         """
         config = self.config
         with torch.autocast(tokens.device.type, self.autocast, enabled=self.autocast is not None):
@@ -116,9 +109,10 @@ class TrainingObjective(nn.Module):
         if config.kl_weight > 0:
             loss = loss + config.kl_weight * patch_weight * kl_sum
         with torch.no_grad():
-            correct = ((logits.argmax(dim=-1) == tokens) & valid).sum().float()
+            correct = ((logits.argmax(dim=-1) == tokens) & valid).sum()
             std_sum = (std.mean(dim=-1) * patches).sum()
-        return loss, BatchSums(ce_sum.detach(), kl_sum.detach(), correct, std_sum)
+            sums = torch.stack([value.double() for value in (ce_sum, kl_sum, correct, std_sum)])
+        return loss, sums
 
     def _encode(self, tokens: torch.Tensor, dropped: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         encoder = self.autoencoder.encoder

@@ -40,7 +40,7 @@ class ObjectiveConfig(Section):
     """K · CE + kl_weight · mean over patches of Σ_j max(kl_floor, KL_j). Every row of Table 2 is a setting of this.
 
     ``posterior: deterministic`` trains z = μ (reconstruction only). ``masked_token`` says what a dropped token
-    becomes: id 0 as in the reference, or a zero embedding.
+    becomes: id 0 as in the reference, or a zero embedding. Kept latents are scaled by 1 / (1 − latent_dropout).
     """
 
     posterior: Literal["gaussian", "deterministic"] = "gaussian"
@@ -50,9 +50,18 @@ class ObjectiveConfig(Section):
     latent_dropout: float = Field(default=0.15, ge=0, lt=1)
     masked_token: Literal["id_zero", "zero_embedding"] = "id_zero"
 
+    @model_validator(mode="after")
+    def _kl_needs_a_distribution(self) -> ObjectiveConfig:
+        if self.posterior == "deterministic" and self.kl_weight > 0:
+            raise ValueError(
+                f"posterior: deterministic has no KL term, but kl_weight is {self.kl_weight}; set kl_weight: 0"
+            )
+        return self
+
 
 class AutoencoderStage(Section):
-    """Everything the autoencoder job needs. A training sample is ``patches`` · K tokens."""
+    """Everything the autoencoder job needs. A training sample is ``patches`` · K tokens. ``evaluation_noise`` lists the extra latent noise δ of the accuracy
+    curve."""
 
     patches: int = Field(default=2048, gt=0)
     model: AutoencoderModelConfig = AutoencoderModelConfig()
@@ -60,3 +69,4 @@ class AutoencoderStage(Section):
     training: TrainingConfig
     zero: ZeroConfig = ZeroConfig()
     split: Literal["train", "autoencoder"] = "train"
+    evaluation_noise: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)

@@ -9,13 +9,47 @@ from pydantic import Field, model_validator
 from calm_scale.config.base import Section
 
 
+_OWNED_BY_TRAINING = {
+    "train_batch_size": "training.global_batch",
+    "train_micro_batch_size_per_gpu": "training.micro_batch",
+    "gradient_accumulation_steps": "training.global_batch and training.micro_batch",
+    "gradient_clipping": "training.optimizer.clip_norm",
+    "optimizer": "training.optimizer and zero.optimizer",
+    "scheduler": "training.optimizer.schedule",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+    "torch_autocast": "training.precision",
+    "zero_optimization.stage": "zero.stage",
+}
+"""DeepSpeed keys that other settings decide, and where to set them instead."""
+
+
 class ZeroConfig(Section):
-    """DeepSpeed ZeRO for the autoencoder. ``data`` is the number of ranks; None takes what the launcher gives."""
+    """DeepSpeed ZeRO for the autoencoder. ``data`` is the number of ranks; None takes what the launcher gives.
+
+    ``offload: cpu`` keeps the optimizer state in host memory. ``optimizer`` chooses the AdamW implementation:
+    ``torch`` (fused kernels, nothing to compile), ``cpu_adam`` (DeepSpeed's vectorised one, compiled on first
+    use), or ``auto``: ``cpu_adam`` when offloading from a GPU where it builds, else ``torch``. ``overrides`` is
+    merged into the DeepSpeed configuration.
+    """
 
     stage: Literal[0, 1, 2, 3] = 1
     data: int | None = Field(default=None, gt=0)
     offload: Literal["none", "cpu"] = "none"
+    optimizer: Literal["auto", "torch", "cpu_adam"] = "auto"
     overrides: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _overrides_leave_the_contract(self) -> ZeroConfig:
+        for key, instead in _OWNED_BY_TRAINING.items():
+            section: Any = self.overrides
+            for part in key.split("."):
+                section = section.get(part) if isinstance(section, dict) else None
+            if section is not None:
+                raise ValueError(f"overrides.{key} is decided by {instead}; set that instead")
+        if self.offload == "cpu" and self.stage == 0:
+            raise ValueError("offload: cpu needs ZeRO stage 1, 2 or 3; stage 0 partitions nothing")
+        return self
 
 
 class ParallelConfig(Section):
