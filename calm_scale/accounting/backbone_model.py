@@ -22,17 +22,23 @@ def lm_of(config: RunConfig) -> LMStage:
 
 
 def input_components(config: RunConfig) -> list[Component]:
-    """Embedding and input compressor: ``[K] ids`` (or ``[l]`` latent, or both) → ``[d]``."""
+    """Embedding and input compressor: ``[K] ids`` (or ``[l]`` latent, or both) → ``[d]``.
+
+    Tokens: two linear layers over the K concatenated embeddings. Latent: one linear layer. Then one LayerNorm.
+    """
     lm = lm_of(config)
     d, k, mode = lm.backbone.hidden_size, config.patch_size, lm.input_mode
     found: list[Component] = []
-    if mode in ("discrete", "both"):
+    if mode != "continuous":
         found.append(weights("embedding", "embedding", config.vocab_size * d))
-        if not is_autoregressive(config):
-            found += _mlp("input", k * d, d, backward=2)
-    if mode in ("continuous", "both"):
-        found += _mlp("input_latent", config.latent_size, d, backward=1)
-    return found
+    if is_autoregressive(config):
+        return found
+    if mode != "continuous":
+        found.append(linear("input.expand", "input", k * d, 2 * d, bias=True))
+        found.append(linear("input.contract", "input", 2 * d, d, bias=True))
+    if mode != "discrete":
+        found.append(linear("input.latent", "input", config.latent_size, d, bias=True, backward=1))
+    return [*found, weights("input.norm", "input", 2 * d)]
 
 
 def is_autoregressive(config: RunConfig) -> bool:
@@ -67,11 +73,3 @@ def backbone_components(config: RunConfig) -> list[Component]:
 def softmax_output(config: RunConfig) -> list[Component]:
     """The AR baseline's untied output projection, ``[d] → [V]``."""
     return [linear("output", "output", lm_of(config).backbone.hidden_size, config.vocab_size)]
-
-
-def _mlp(name: str, num_in: int, d: int, backward: int) -> list[Component]:
-    return [
-        linear(f"{name}.expand", "input", num_in, 2 * d, bias=True, backward=backward),
-        linear(f"{name}.project", "input", 2 * d, d, bias=True),
-        weights(f"{name}.norm", "input", 2 * d),
-    ]

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from calm_scale.accounting.backbone_model import input_components, layer_components, lm_of
-from calm_scale.accounting.model import frozen_components, head_components, loss_components, recomputed
+from calm_scale.accounting.model import (
+    head_components,
+    input_encoder,
+    loss_components,
+    recomputed,
+    target_encoder,
+)
 from calm_scale.config.run import RunConfig
 
 
@@ -51,11 +57,10 @@ def layer_costs(config: RunConfig) -> LayerCosts:
     """Training MACs per position (forward, backward, recomputation) of the three kinds of stage content."""
     recompute = lm_of(config).parallel.recompute
     layer = layer_components(lm_of(config).backbone, 0)
-    last = [*head_components(config), *loss_components(config), *frozen_components(config)]
+    first = [*input_components(config), *input_encoder(config)]
+    last = [*head_components(config), *loss_components(config), *target_encoder(config)]
     return LayerCosts(
-        first=sum(c.training for c in input_components(config)),
-        layer=sum(c.training + recomputed(c, recompute) for c in layer),
-        last=sum(c.training for c in last),
+        *(sum(c.training + recomputed(c, recompute) for c in part) for part in (first, layer, last))
     )
 
 

@@ -35,17 +35,27 @@ def loss_components(config: RunConfig) -> list[Component]:
     return energy_loss(head, config.latent_size) if isinstance(head, EnergyHeadConfig) else []
 
 
+def input_encoder(config: RunConfig) -> list[Component]:
+    """The frozen encoder in front of the first stage; nothing unless the model reads latents."""
+    if lm_of(config).input_mode == "discrete":
+        return []
+    return [replace(c, parameters=0, per_step=c.uses) for c in frozen_encoder(config) if c.forward]
+
+
+def target_encoder(config: RunConfig) -> list[Component]:
+    """The frozen encoder beside the head, which gives the posterior of the next patch; nothing for the baseline."""
+    return [] if is_autoregressive(config) else frozen_encoder(config)
+
+
 def frozen_components(config: RunConfig) -> list[Component]:
     """Frozen autoencoder beside the language model: encoder while training, decoder while generating.
 
-    With latent inputs the encoder also runs while generating, once for every patch fed back.
+    A model that reads latents encodes every patch twice while training (as input on the first stage, as target on
+    the last) and once while generating.
     """
     if is_autoregressive(config):
         return []
-    encoder = frozen_encoder(config)
-    if config.lm is not None and config.lm.input_mode != "discrete":
-        encoder = [replace(c, per_step=1) if c.forward else c for c in encoder]
-    return [*encoder, *frozen_decoder(config)]
+    return [*target_encoder(config), *input_encoder(config), *frozen_decoder(config)]
 
 
 def trained_components(config: RunConfig, *, shared_condition: bool = True) -> list[Component]:
@@ -67,10 +77,12 @@ def lm_components(config: RunConfig, *, shared_condition: bool = True) -> list[C
 
 
 def recomputed(component: Component, mode: str) -> int:
-    """Forward MACs per position that the backward pass runs again: all of a layer, its core attention, nothing."""
-    if component.part != "backbone":
-        return 0
-    if mode == "full" or (mode == "selective" and component.attention):
+    """Forward MACs per position that the backward pass runs again.
+
+    ``full``: every layer and every block of the head; ``selective``: core attention.
+    """
+    in_layer = component.part == "backbone" or component.name.startswith("head.block.")
+    if (mode == "full" and in_layer) or (mode == "selective" and component.attention):
         return component.training_forward
     return 0
 
