@@ -62,7 +62,8 @@ class ShardDataset:
         samples = self._maps[shard]
         if samples is None:
             samples = self._open(shard)
-        return samples[index - self._starts[shard]]
+        sample: NDArray[np.unsignedinteger] = samples[index - self._starts[shard]]
+        return sample
 
     def gather(
         self, indices: NDArray[np.integer], out: NDArray[np.signedinteger] | None = None

@@ -194,7 +194,7 @@ class ShardWriter:
 
     def _write(self, ids: NDArray[np.unsignedinteger]) -> None:
         if len(ids):
-            view = memoryview(np.ascontiguousarray(ids)).cast("B")
+            view = np.ascontiguousarray(ids).view(np.uint8).data
             self._digest.update(view)
             written = 0
             while written < len(view):

@@ -14,13 +14,20 @@ class TokenizerConfig(Section):
     """The tokenizer shared by every stage of a run.
 
     ``path`` names a ``tokenizer.json`` (Hugging Face), a ``tokenizer.model`` (tiktoken ranks, as Llama 3
-    ships it) or a folder holding either; ``None`` means ``<workdir>/tokenizer.json``.
+    ships it) or a folder holding either; ``None`` means ``<workdir>/tokenizer.json``. Special tokens are found
+    by their usual names (``<|begin_of_text|>``, ``<s>``, …) unless named here. ``pad_token`` may name a token
+    the tokenizer lacks: it then takes the next free id, as the paper's ``[PAD]`` = 128256 does.
+    ``on_mismatch`` says what happens when a fast encoder disagrees with the reference encoder.
     """
 
     path: Path | None = None
     encoder: Literal["auto", "fastokens", "tiktoken", "tokenizers"] = "auto"
     add_bos: bool = True
     add_eos: bool = False
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    on_mismatch: Literal["stop", "fallback"] = "stop"
 
 
 class SourceConfig(Section):
@@ -55,7 +62,12 @@ class SplitConfig(Section):
 
 
 class PrepConfig(Section):
-    """Text → token ids → packed sequences → shards and a manifest."""
+    """Text → token ids → packed sequences → shards and a manifest.
+
+    ``workers`` counts processes when no MPI launcher is in charge. ``segment_megabytes`` is the unit of work
+    in MB of text (one shard per split and segment); ``None`` derives it from the input's size alone, so the
+    bytes written never depend on the number of workers.
+    """
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     splits: SplitConfig = SplitConfig()
@@ -64,6 +76,8 @@ class PrepConfig(Section):
     packing: Literal["concat", "aligned", "best-fit"] = "concat"
     dtype: Literal["auto", "uint16", "uint32"] = "auto"
     shard_megabytes: int = Field(default=256, gt=0)
+    segment_megabytes: float | None = Field(default=None, gt=0)
+    workers: int = Field(default=1, gt=0)
     deduplicate: bool = False
     max_bad_fraction: float = Field(default=0.001, ge=0, le=1)
     on_corrupt_file: Literal["stop", "quarantine"] = "stop"
