@@ -13,7 +13,7 @@ from launchers.cores import cores_per_rank
 
 
 def threads_per_rank(local_world_size: int, env: Mapping[str, str] | None = None) -> int:
-    """Threads for one of ``local_world_size`` ranks on this node: its cores, or fewer if ``OMP_NUM_THREADS`` says so."""
+    """Threads for one of ``local_world_size`` ranks on this node: its cores, or ``OMP_NUM_THREADS`` if fewer."""
     env = os.environ if env is None else env
     cores = cores_per_rank(local_world_size, env)
     asked = env.get("OMP_NUM_THREADS", "")

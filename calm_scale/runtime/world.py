@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from calm_scale.config.base import CalmScaleError
 from calm_scale.runtime.threads import threads_per_rank
+from launchers import environment
+from launchers.environment import RankFacts
 
 if TYPE_CHECKING:
     import torch
@@ -92,59 +94,23 @@ class World:
                 dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class _Facts:
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-
-def _facts(env: Mapping[str, str]) -> _Facts:
-    def number(name: str, default: int) -> int:
-        value = env.get(name, "")
-        try:
-            return int(value) if value else default
-        except ValueError:
-            raise WorldError(f"environment variable {name}={value!r} is not a number") from None
-
-    world_size = number("WORLD_SIZE", 1)
-    facts = _Facts(
-        rank=number("RANK", 0),
-        world_size=world_size,
-        local_rank=number("LOCAL_RANK", 0),
-        local_world_size=number("LOCAL_WORLD_SIZE", world_size),
-    )
-    if not 0 <= facts.rank < world_size:
-        raise WorldError(f"RANK={facts.rank} does not lie in a world of WORLD_SIZE={world_size}")
-    if world_size > 1:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-        if missing:
-            raise WorldError(
-                f"WORLD_SIZE={world_size}, but {' and '.join(missing)} not set: start the ranks through a launcher"
-            )
-    return facts
-
-
 def init_world(
-    env: Mapping[str, str] | None = None,
-    device: str | None = None,
-    timeout_seconds: float = 1800.0,
+    device: str | None = None, timeout_seconds: float = 3600.0, facts: RankFacts | None = None
 ) -> World:
     """Joins the job's processes, sets this rank's device and its CPU threads.
 
     Args:
-        env: the launcher's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, …); default
-            the process environment. Without any this is a world of one.
         device: ``cpu`` or ``cuda``; default CUDA where there is a GPU. NCCL on CUDA, gloo on CPU.
         timeout_seconds: limit of one collective, a last resort above the watchdog's.
+        facts: who this process is; default what the launcher's environment says. Without a launcher: a world of one.
 
     Raises:
-        WorldError: contradictory variables, or ranks missing after a minute (they are named).
+        WorldError: no GPU for this rank, or ranks missing after a minute (they are named).
+        LaunchError: the environment contradicts itself.
     """
     import torch
 
-    facts = _facts(os.environ if env is None else env)
+    facts = facts or environment.facts()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         count = torch.cuda.device_count()
@@ -164,7 +130,7 @@ def init_world(
     )
 
 
-def _join(facts: _Facts, backend: str, timeout: timedelta) -> Any:
+def _join(facts: RankFacts, backend: str, timeout: timedelta) -> Any:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -175,6 +141,7 @@ def _join(facts: _Facts, backend: str, timeout: timedelta) -> Any:
                 f"a process group of {dist.get_world_size()} exists, the launcher says {facts.world_size} ranks"
             )
     else:
+        _tell_libraries(facts)
         meeting = rendezvous("env://", rank=facts.rank, world_size=facts.world_size, timeout=join)
         store, rank, world_size = next(iter(meeting))
         store.set_timeout(join)
@@ -182,6 +149,19 @@ def _join(facts: _Facts, backend: str, timeout: timedelta) -> Any:
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _tell_libraries(facts: RankFacts) -> None:
+    """What torch, Megatron-core and DeepSpeed look up by themselves; a scheduler's own names mean nothing to them."""
+    for name, value in (
+        ("RANK", facts.rank),
+        ("WORLD_SIZE", facts.world_size),
+        ("LOCAL_RANK", facts.local_rank),
+        ("LOCAL_WORLD_SIZE", facts.local_world_size),
+        ("MASTER_ADDR", facts.master_addr),
+        ("MASTER_PORT", facts.master_port),
+    ):
+        os.environ.setdefault(name, str(value))
 
 
 def _roll_call(store: Any, rank: int, world_size: int) -> None:

@@ -30,7 +30,7 @@ class Samples(Protocol):
 class Order(Protocol):
     """Which sample stands at a place of the endless stream (epoch after epoch)."""
 
-    def order(self, stream_index: Any, /) -> Any: ...
+    def __call__(self, stream_index: npt.NDArray[np.int64], /) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TrainingBatches:
     def at(self, step: int, consumed_samples: int) -> Batch:
         """The batch of a step, a pure function of its place in the stream."""
         places = self.plan.stream_indices(consumed_samples)
-        picked = np.asarray(self.order.order(places.reshape(-1)))
+        picked = np.asarray(self.order(places.reshape(-1)))
         return _batch(step, self.samples, picked, places)
 
     def iterate(self, step: int, consumed_samples: int) -> Iterator[Batch]:

@@ -1,0 +1,90 @@
+"""``metrics.jsonl``: the record of a run. One row per step; where a step was done twice, the later attempt wins.
+
+Rows are appended, so nothing that happened is lost. A ``resume`` line says that an attempt went on from an older
+step: rows of later steps that stand above it belong to a life that was rolled back. ``read_metrics`` applies this.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class MetricsRecord:
+    """Appends rows. A line torn by a kill is closed first, so that it spoils no other."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self.path, self.attempt = path, attempt
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = _is_torn(path)
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def resume(self, step: int) -> None:
+        """This attempt goes on after ``step``; what stands above for later steps no longer counts."""
+        self._write({"resume": step, "attempt": self.attempt, "time": time.time()})
+
+    def row(self, row: Row) -> None:
+        """``row`` has ``step``; numbers that are not finite become null and are named in ``nonfinite``."""
+        bad = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+        clean = {key: None if key in bad else value for key, value in row.items()}
+        self._write(clean | {"attempt": self.attempt} | ({"nonfinite": bad} if bad else {}))
+
+    def sync(self) -> None:
+        """Makes the rows durable: called before a checkpoint that relies on them is committed."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        self._file.close()
+
+    def _write(self, value: Row) -> None:
+        self._file.write(json.dumps(value, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows that count, one per step, in step order. Torn lines are passed over. Empty when there is no file."""
+    rows: dict[int, Row] = {}
+    for value in _lines(path):
+        if "resume" in value:
+            rows = {step: row for step, row in rows.items() if step <= value["resume"]}
+        elif isinstance(value.get("step"), int):
+            rows[value["step"]] = value
+    return [rows[step] for step in sorted(rows)]
+
+
+def highest_step(path: Path) -> int:
+    """The highest step any attempt has a row for, rolled back or not; 0 without any."""
+    return max((v["step"] for v in _lines(path) if isinstance(v.get("step"), int)), default=0)
+
+
+def _lines(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    values = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            value = json.loads(line) if line.strip() else None
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            values.append(value)
+    return values
+
+
+def _is_torn(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

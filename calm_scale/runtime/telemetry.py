@@ -1,0 +1,132 @@
+"""The one object that decides who speaks. Every rank calls it; the first rank prints, records and mirrors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from calm_scale.config.logging import LoggingConfig
+from calm_scale.runtime.curves import draw_curves
+from calm_scale.runtime.metrics import MetricsRecord, Row
+from calm_scale.runtime.wandb_mirror import WandbMirror
+
+SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s")
+
+
+class Speaker(Protocol):
+    """Who is speaking: all of ``World`` that matters here."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+
+class Telemetry:
+    """Record, progress and wandb of one stage of one run.
+
+    Args:
+        folder: the stage's folder; ``metrics.jsonl``, the pictures and wandb's files go there.
+        logging: intervals and wandb mode.
+        world: only its first rank speaks.
+        title: what is running, for people: ``autoencoder``, ``lm``.
+        run_id: the run that all attempts belong to.
+        attempt: number of this attempt.
+        config: shown in wandb; holds no secrets.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        logging: LoggingConfig,
+        world: Speaker,
+        title: str,
+        run_id: str = "run",
+        attempt: int = 0,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.attempt = folder, attempt
+        self.metrics_path = folder / "metrics.jsonl"
+        self._logging, self._title = logging, title
+        self._console = Console(stderr=True, quiet=not world.is_first, highlight=False)
+        self._record = MetricsRecord(self.metrics_path, attempt) if world.is_first else None
+        self._wandb: WandbMirror | None = None
+        if world.is_first:
+            self._wandb = WandbMirror(folder, logging, run_id, attempt, title, dict(config or {}), self.warn)
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._started = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self._console.print(f"[{self._title}] {text}", markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """A line for people that matters more."""
+        self._console.print(f"[{self._title}] warning: {text}", markup=False, style="yellow", soft_wrap=True)
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Training goes on after ``step``."""
+        if self._record is not None and step > 0:
+            self._record.resume(step)
+        elif self._record is not None and self.attempt > 0:
+            self._record.resume(0)
+        if self._logging.progress and self._console.is_terminal and not self._console.quiet:
+            columns = (
+                TextColumn(f"[bold]{self._title}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[shown]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=self._console)
+            self._task = self._progress.add_task(self._title, total=total_steps, completed=step, shown="")
+            self._progress.start()
+
+    def row(self, row: Row, total_steps: int) -> None:
+        """One step's numbers: recorded always, shown every ``logging.interval`` steps."""
+        if self._record is None:
+            return
+        self._record.row(row)
+        step = int(row["step"])
+        if self._wandb is not None:
+            self._wandb.row(row)
+        shown = "  ".join(
+            f"{name} {row[name]:.4g}" for name in SHOWN if isinstance(row.get(name), int | float)
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, shown=shown)
+        elif step % self._logging.interval == 0 or step == total_steps:
+            self.say(f"step {step}/{total_steps}  {shown}")
+
+    def sync(self) -> None:
+        """Makes the record durable before a checkpoint relies on it."""
+        if self._record is not None:
+            self._record.sync()
+
+    def close(self) -> None:
+        """Ends progress and wandb, draws the curves. A picture that fails is a warning."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._record is None:
+            return
+        self._record.close()
+        self._record = None
+        if self._wandb is not None:
+            self._wandb.close()
+        try:
+            draw_curves(self.metrics_path, self.folder)
+        except Exception as error:
+            self.warn(f"no pictures: {type(error).__name__}: {error}")

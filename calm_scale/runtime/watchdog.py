@@ -1,0 +1,82 @@
+"""Names what a rank is stuck in, and ends it: a job that hangs until its time limit wastes the whole allocation."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from calm_scale.config.exit_codes import EXIT_STALLED
+
+
+class Watchdog:
+    """A thread that expects the operation to change within ``limit_seconds``.
+
+    After half of that it says where the rank stands; at the limit it prints every thread's stack, calls
+    ``on_stall`` and ends the process with ``EXIT_STALLED``.
+
+    Args:
+        limit_seconds: the longest an operation may take.
+        place: who this is, e.g. ``lm rank 3 (tensor 1, pipeline 0, data 1)``.
+        on_stall: last words before the end, e.g. a line in the ledger; gets the operation.
+        end: ends the process; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        limit_seconds: float,
+        place: str,
+        on_stall: Callable[[str], None] = lambda operation: None,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._limit, self._place, self._on_stall, self._end = limit_seconds, place, on_stall, end
+        self._operation, self._since = "start-up", time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def doing(self, operation: str) -> Iterator[None]:
+        """The block is one operation; afterwards the surrounding one counts afresh."""
+        before = self._operation
+        self.note(operation)
+        try:
+            yield
+        finally:
+            self.note(before)
+
+    def note(self, operation: str) -> None:
+        """From now on this is what the rank does."""
+        self._operation, self._since = operation, time.monotonic()
+
+    def close(self) -> None:
+        """Watches no longer."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        warned_since = 0.0
+        while not self._stop.wait(min(1.0, self._limit / 10)):
+            since, operation = self._since, self._operation
+            waited = time.monotonic() - since
+            if waited >= self._limit:
+                self._give_up(operation, waited)
+                return
+            if waited >= self._limit / 2 and warned_since != since:
+                warned_since = since
+                self._print(f"in `{operation}` for {waited:.0f} s; ends at {self._limit:.0f} s")
+
+    def _give_up(self, operation: str, waited: float) -> None:
+        self._print(f"stalled: in `{operation}` for {waited:.0f} s. Where every thread is:")
+        with contextlib.suppress(Exception):  # a captured stderr has no file number
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        with contextlib.suppress(Exception):
+            self._on_stall(operation)
+        self._end(EXIT_STALLED)
+
+    def _print(self, text: str) -> None:
+        print(f"{self._place}: {text}", file=sys.stderr, flush=True)
