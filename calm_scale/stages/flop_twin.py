@@ -1,0 +1,127 @@
+"""Proof by counting: the real modules at tiny sizes under torch's counter, beside the symbolic count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from calm_scale.accounting.autoencoder_model import autoencoder_components, model_of
+from calm_scale.accounting.components import FLOPS_PER_MAC, Component
+from calm_scale.accounting.model import lm_components, recomputed
+from calm_scale.accounting.twin import BATCH, POSITIONS, Comparison, tiny_twin
+from calm_scale.config.lm import EnergyHeadConfig
+from calm_scale.config.run import RunConfig
+
+_LOSS_NOTE = (
+    "the counter misses in-place products and sees the pairs of samples as an incidence product of N columns; "
+    "the count takes l multiply-accumulates a pair"
+)
+
+
+def compare(config: RunConfig) -> list[Comparison]:
+    """Run the twin of ``config`` forward and backward; every quantity per position (patch)."""
+    import torch
+
+    torch.manual_seed(0)
+    twin = tiny_twin(config)
+    found = _language_model(twin)
+    if twin.lm is not None and twin.lm.head.kind != "softmax":
+        found += _autoencoder(twin)
+    return found
+
+
+def _autoencoder(twin: RunConfig) -> list[Comparison]:
+    import torch
+
+    from calm_scale.autoencoder.model import Autoencoder
+
+    model = Autoencoder(model_of(twin), twin.vocab_size, twin.patch_size)
+    tokens = torch.randint(0, twin.vocab_size, (BATCH, POSITIONS, twin.patch_size))
+    logits: list[torch.Tensor] = []
+    forward = _count(lambda: logits.append(model.decode(model.encode(tokens)[0])))
+    backward = _count(lambda: logits[0].sum().backward())
+    components = autoencoder_components(twin)
+    return [
+        Comparison("autoencoder training, forward", _flops(components, "forward"), forward),
+        Comparison("autoencoder training, backward", _flops(components, "backward"), backward),
+    ]
+
+
+def _language_model(twin: RunConfig) -> list[Comparison]:
+    import torch
+
+    from calm_scale.autoencoder.model import Autoencoder
+    from calm_scale.runtime.world import World
+    from calm_scale.training.engine import Batch
+    from calm_scale.training.megatron_engine import MegatronEngine
+
+    codec = None
+    if twin.lm is not None and twin.lm.head.kind != "softmax":
+        codec = Autoencoder(model_of(twin), twin.vocab_size, twin.patch_size).eval().requires_grad_(False)
+    engine = MegatronEngine(twin, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), codec)
+    tokens = torch.randint(0, twin.vocab_size, (1, BATCH, POSITIONS * twin.patch_size))
+    batch = Batch(step=0, tokens=tokens, sample_ids=torch.arange(BATCH)[None])
+    forward = _count(lambda: engine.evaluate([batch]))
+    both = _count(lambda: engine.train_step(batch, 1e-3))
+    loss_forward, loss_both = _loss_alone(twin)
+    components = [c for c in lm_components(twin) if c.part != "loss"]
+    mode = twin.lm.parallel.recompute if twin.lm else "none"
+    again = FLOPS_PER_MAC * sum(recomputed(c, mode) for c in components)
+    hardware = _flops(components, "forward") + _flops(components, "backward") + again
+    found = [
+        Comparison("language model, forward", _flops(components, "forward"), forward - loss_forward),
+        Comparison("language model, forward and backward", hardware, both - loss_both),
+    ]
+    if loss_both:
+        pairwise = [c for c in lm_components(twin) if c.part == "loss"]
+        symbolic = _flops(pairwise, "forward") + _flops(pairwise, "backward")
+        found.append(Comparison("energy loss, forward and backward", symbolic, loss_both, _LOSS_NOTE))
+    return found
+
+
+def _loss_alone(twin: RunConfig) -> tuple[int, int]:
+    """Counted FLOPs per position of the energy loss: forward only, with gradient."""
+    import torch
+
+    from calm_scale.lm.energy_score import energy_score
+    from calm_scale.runtime.noise import PositionNoise
+
+    head = twin.lm.head if twin.lm else None
+    if not isinstance(head, EnergyHeadConfig):
+        return 0, 0
+    num_posterior, alpha = head.num_posterior, head.alpha
+    samples = torch.randn(BATCH, POSITIONS, head.num_samples, twin.latent_size)
+    mean = torch.randn(BATCH, POSITIONS, twin.latent_size)
+
+    def run(wants_grad: bool) -> int:
+        noise = PositionNoise(0, 0, list(range(BATCH)), range(POSITIONS))
+        points = samples.clone().requires_grad_(wants_grad)
+
+        def score() -> None:
+            loss = energy_score(
+                points, mean, torch.zeros_like(mean), noise, num_posterior=num_posterior, alpha=alpha
+            )
+            if wants_grad:
+                loss.sum().backward()
+
+        return _count(score)
+
+    return run(wants_grad=False), run(wants_grad=True)
+
+
+def _count(work: Callable[[], Any]) -> int:
+    """FLOPs per position. Attention runs as plain products, which the counter sees."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        work()
+    per_position, rest = divmod(counter.get_total_flops(), BATCH * POSITIONS)
+    if rest:
+        raise ArithmeticError(f"{counter.get_total_flops()} counted FLOPs are not a multiple of the positions")
+    return int(per_position)
+
+
+def _flops(components: list[Component], direction: str) -> int:
+    macs = (c.training_forward if direction == "forward" else c.training_backward for c in components)
+    return FLOPS_PER_MAC * sum(macs)

@@ -1,0 +1,26 @@
+"""`calm-scale flops`: one report on configurations and run folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from calm_scale.accounting.report.build import Subject, build, emit
+from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.stages.run_folder import config_of
+
+
+def report(
+    targets: Sequence[Path],
+    overrides: Sequence[str],
+    *,
+    html_file: Path | None = None,
+    json_file: Path | None = None,
+    markdown: bool = False,
+) -> int:
+    """Print the report and write the files asked for. Returns the exit code."""
+    subjects = [
+        Subject(config_of(target, overrides), target if target.is_dir() else None) for target in targets
+    ]
+    emit(build(subjects), html_file=html_file, json_file=json_file, markdown=markdown)
+    return EXIT_OK
