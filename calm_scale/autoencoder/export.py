@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -46,7 +46,7 @@ class ExportCard(Section):
     steps: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default_factory=dict)
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor], config: AutoencoderModelConfig) -> str:
@@ -55,7 +55,7 @@ def fingerprint(weights: Mapping[str, torch.Tensor], config: AutoencoderModelCon
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -118,7 +118,9 @@ def read_card(directory: Path) -> ExportCard:
     except (OSError, ValidationError) as error:
         raise ExportError(f"{path} cannot be read: {error}") from error
     if card.format_version != FORMAT_VERSION:
-        raise ExportError(f"{path} has format version {card.format_version}, this release reads {FORMAT_VERSION}")
+        raise ExportError(
+            f"{path} has format version {card.format_version}, this release reads {FORMAT_VERSION}"
+        )
     return card
 
 
@@ -137,7 +139,9 @@ def load_export(directory: Path, *, device: torch.device | str = "cpu") -> tuple
         raise ExportError(f"{path} cannot be read: {error}") from error
     found = fingerprint(weights, card.model)
     if found != card.fingerprint:
-        raise ExportError(f"{path} has fingerprint {found}, its card says {card.fingerprint}: not the same weights")
+        raise ExportError(
+            f"{path} has fingerprint {found}, its card says {card.fingerprint}: not the same weights"
+        )
     model = Autoencoder(card.model, card.vocab_size, card.patch_size)
     load_weights(model, weights, str(path))
     return model.to(device).eval().requires_grad_(False), card

@@ -81,7 +81,11 @@ class ReportSums:
     """
 
     def __init__(
-        self, model: Autoencoder, config: ObjectiveConfig, noise_levels: tuple[float, ...], device: torch.device
+        self,
+        model: Autoencoder,
+        config: ObjectiveConfig,
+        noise_levels: tuple[float, ...],
+        device: torch.device,
     ) -> None:
         self._model = model
         self._config = config
@@ -99,7 +103,9 @@ class ReportSums:
         if self._config.posterior == "gaussian":
             latents = mean + std * noise.normal("posterior", l)
         logits = model.decode(latents)
-        ce = F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten(), reduction="none").view_as(tokens)
+        ce = F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten(), reduction="none").view_as(
+            tokens
+        )
         hit = logits.argmax(dim=-1) == tokens
         patches = valid.any(dim=-1)
         scalars = [
@@ -111,8 +117,9 @@ class ReportSums:
             ((hit | ~valid).all(dim=-1) & patches).sum(),
             self._hits(mean, tokens, valid),
         ]
-        extra = noise.normal("extra", l) if self._levels else None
-        scalars += [self._hits(latents + level * extra, tokens, valid) for level in self._levels]
+        if self._levels:
+            extra = noise.normal("extra", l)
+            scalars += [self._hits(latents + level * extra, tokens, valid) for level in self._levels]
         row = torch.stack([value.double() for value in scalars])
         weight = patches.double().unsqueeze(-1)
         std_sum = (std.double() * weight).flatten(0, -2).sum(dim=0)

@@ -7,6 +7,7 @@ holds the token embedding a second time as ``lm_head_weight``: the same Paramete
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from torch import nn
 from calm_scale.config.autoencoder import AutoencoderModelConfig
 
 TIED_ALIAS = "decoder.lm_head_weight"
-EMBEDDING = "encoder.embed_tokens.weight"
 
 
 class RMSNorm(nn.Module):
@@ -71,6 +71,11 @@ class Encoder(nn.Module):
         self.squeeze_layer = nn.Linear(patch_size * a, a)
         self.norm = RMSNorm(a, config.norm_eps)
         self.hidden_to_latent = nn.Linear(a, 2 * l)
+
+    @property
+    def token_embedding(self) -> nn.Parameter:
+        """[V, a]: what the decoder shares."""
+        return cast(nn.Parameter, self.embed_tokens.weight)
 
     def forward(
         self, tokens: torch.Tensor, blank: torch.Tensor | None = None
@@ -137,7 +142,7 @@ class Autoencoder(nn.Module):
         self.latent_size = config.latent(patch_size)
         with torch.random.fork_rng(devices=[]):
             self.encoder = Encoder(config, vocab_size, patch_size)
-            self.decoder = Decoder(config, patch_size, self.encoder.embed_tokens.weight)
+            self.decoder = Decoder(config, patch_size, self.encoder.token_embedding)
         self._initialize(torch.Generator().manual_seed(seed))
 
     def encode(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +165,7 @@ class Autoencoder(nn.Module):
 
     def retie(self) -> None:
         """Make the decoder's output weight the encoder's embedding again (after weights were replaced)."""
-        self.decoder.lm_head_weight = self.encoder.embed_tokens.weight
+        self.decoder.lm_head_weight = self.encoder.token_embedding
 
     def _initialize(self, generator: torch.Generator) -> None:
         for name, parameter in self.unique_parameters():

@@ -29,7 +29,9 @@ class PatchNoise:
     kept_latents: torch.Tensor | None
 
 
-def draw_noise(config: ObjectiveConfig, patch_size: int, latent_size: int, source: PositionNoise) -> PatchNoise:
+def draw_noise(
+    config: ObjectiveConfig, patch_size: int, latent_size: int, source: PositionNoise
+) -> PatchNoise:
     """Draw what training needs from noise keyed by (seed, step, sample id, position)."""
     posterior = dropped = kept = None
     if config.posterior == "gaussian":
@@ -101,7 +103,9 @@ class TrainingObjective(nn.Module):
             if noise.kept_latents is not None:
                 latents = latents * noise.kept_latents / (1 - config.latent_dropout)
             logits = self.autoencoder.decoder(latents)
-        ce = F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten(), reduction="none").view_as(tokens)
+        ce = F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten(), reduction="none").view_as(
+            tokens
+        )
         ce_sum = (ce * valid).sum()
         patches = valid.any(dim=-1)
         kl_sum = (clipped_kl(mean, log_std, config.kl_floor) * patches).sum()
@@ -114,7 +118,9 @@ class TrainingObjective(nn.Module):
             sums = torch.stack([value.double() for value in (ce_sum, kl_sum, correct, std_sum)])
         return loss, sums
 
-    def _encode(self, tokens: torch.Tensor, dropped: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode(
+        self, tokens: torch.Tensor, dropped: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         encoder = self.autoencoder.encoder
         if dropped is None:
             out: tuple[torch.Tensor, torch.Tensor] = encoder(tokens)

@@ -60,8 +60,10 @@ class ObjectiveConfig(Section):
 
 
 class AutoencoderStage(Section):
-    """Everything the autoencoder job needs. A training sample is ``patches`` · K tokens. ``evaluation_noise`` lists the extra latent noise δ of the accuracy
-    curve."""
+    """Everything the autoencoder job needs. A training sample is ``patches`` · K tokens.
+
+    ``evaluation_noise`` lists the extra latent noise δ of the accuracy curve.
+    """
 
     patches: int = Field(default=2048, gt=0)
     model: AutoencoderModelConfig = AutoencoderModelConfig()

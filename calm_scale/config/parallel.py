@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from calm_scale.config.base import Section
 
-
 _OWNED_BY_TRAINING = {
     "train_batch_size": "training.global_batch",
     "train_micro_batch_size_per_gpu": "training.micro_batch",

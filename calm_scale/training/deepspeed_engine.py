@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -217,16 +218,20 @@ class DeepSpeedEngine:
 def _import_deepspeed(world: World) -> Any:
     """Import DeepSpeed for this world's device, quiet, with a process group it can reuse.
 
-    DeepSpeed decides on its accelerator while it is imported and insists on ``LOCAL_RANK``.
+    DeepSpeed decides on its accelerator while it is imported and insists on ``LOCAL_RANK``. Its shared-memory
+    all-reduce is switched off: it would be compiled at start-up, and a CPU run must not need a compiler.
     """
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     if not dist.is_initialized():
-        dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(world.backend, store=store, rank=0, world_size=1)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 

@@ -99,7 +99,9 @@ class ZeroState:
         """Write this rank's ``share``, and the index from rank 0. No communication."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         files = {
-            f"state_{r:05d}_of_{world_size:05d}.safetensors": names for r, names in enumerate(self._owners()) if names
+            f"state_{r:05d}_of_{world_size:05d}.safetensors": names
+            for r, names in enumerate(self._owners())
+            if names
         }
         for file, names in files.items():
             if f"{names[0]}/weight" in share:
@@ -171,11 +173,16 @@ class ZeroState:
     def _get(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+        whole: torch.Tensor
         if self._stage == 0:
-            return parameter.data if kind == "weight" else self._engine.basic_optimizer.state[parameter][kind]
-        if kind == "weight":
-            return safe_get_full_fp32_param(parameter)
-        return safe_get_full_optimizer_state(parameter, kind)
+            whole = (
+                parameter.data if kind == "weight" else self._engine.basic_optimizer.state[parameter][kind]
+            )
+        elif kind == "weight":
+            whole = safe_get_full_fp32_param(parameter)
+        else:
+            whole = safe_get_full_optimizer_state(parameter, kind)
+        return whole
 
     def _set(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
         """Set the fp32 state, and for a weight also the copy the model computes with."""
@@ -194,8 +201,8 @@ class ZeroState:
 
     def _set_partitioned(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
         """ZeRO-3: partitions are padded to equal size, so this rank's slice is cut from a padded copy."""
+        from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-        from deepspeed.zero import GatheredParameters
 
         size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         padded = value.new_zeros(size * dist.get_world_size())
@@ -220,10 +227,14 @@ def read_index(directory: Path) -> StateIndex:
         raw = json.loads(path.read_text(encoding="utf-8"))
         version = raw.get("format_version") if isinstance(raw, dict) else None
         if version != FORMAT_VERSION:
-            raise EngineStateError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}")
+            raise EngineStateError(
+                f"{path} has format version {version}, this release reads {FORMAT_VERSION}"
+            )
         return StateIndex.model_validate(raw)
     except FileNotFoundError:
-        raise EngineStateError(f"{directory} holds no saved training state ({INDEX_FILE} is missing)") from None
+        raise EngineStateError(
+            f"{directory} holds no saved training state ({INDEX_FILE} is missing)"
+        ) from None
     except (OSError, ValueError, ValidationError) as error:
         if isinstance(error, EngineStateError):
             raise
