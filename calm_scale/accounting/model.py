@@ -79,9 +79,11 @@ def lm_components(config: RunConfig, *, shared_condition: bool = True) -> list[C
 def recomputed(component: Component, mode: str) -> int:
     """Forward MACs per position that the backward pass runs again.
 
-    ``full``: every layer and every block of the head; ``selective``: core attention.
+    ``full``: every layer, and every block of the head up to its last product, whose result nothing needs;
+    ``selective``: core attention.
     """
-    in_layer = component.part == "backbone" or component.name.startswith("head.block.")
+    in_block = component.name.startswith("head.block.") and not component.name.endswith(".down")
+    in_layer = component.part == "backbone" or in_block
     if (mode == "full" and in_layer) or (mode == "selective" and component.attention):
         return component.training_forward
     return 0

@@ -118,7 +118,9 @@ def _count(work: Callable[[], Any]) -> int:
         work()
     per_position, rest = divmod(counter.get_total_flops(), BATCH * POSITIONS)
     if rest:
-        raise ArithmeticError(f"{counter.get_total_flops()} counted FLOPs are not a multiple of the positions")
+        raise ArithmeticError(
+            f"{counter.get_total_flops()} counted FLOPs are not a multiple of the positions"
+        )
     return int(per_position)
 
 

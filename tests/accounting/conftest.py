@@ -49,3 +49,8 @@ def make_run(
 @pytest.fixture
 def tiny() -> MakeRun:
     return make_run
+
+
+@pytest.fixture(scope="session")
+def make_tiny() -> MakeRun:
+    return make_run
