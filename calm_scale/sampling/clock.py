@@ -1,0 +1,81 @@
+"""Where generation's time goes: exclusive seconds of named, nested parts."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from calm_scale.lm.patch_model import PatchModel
+
+
+class Clock:
+    """Seconds by part; a part's time excludes the parts opened inside it. Waits for the device at each border."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._device = device
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Times the block under ``name``."""
+        self._settle()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._open.pop()
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+class TimedModel:
+    """A PatchModel that books its time: backbone, head, decoder (``draw`` where the model cannot split the two)."""
+
+    def __init__(self, model: PatchModel, clock: Clock) -> None:
+        self.model, self.clock = model, clock
+        self.patch_size, self.vocab_size = model.patch_size, model.vocab_size
+        self.device = getattr(model, "device", torch.device("cpu"))
+        self._splits = hasattr(model, "draw_latents") and hasattr(model, "decode_ids")
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Booked as backbone."""
+        with self.clock.part("backbone"):
+            return self.model.hidden(tokens)
+
+    def begin(self, batch_size: int, max_patches: int) -> Any:
+        """Booked as backbone."""
+        with self.clock.part("backbone"):
+            return self.model.begin(batch_size, max_patches)
+
+    def advance(self, state: Any, patches: Tensor) -> Tensor:
+        """Booked as backbone."""
+        with self.clock.part("backbone"):
+            return self.model.advance(state, patches)
+
+    def draw(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Head and decoder booked apart where the model offers ``draw_latents`` and ``decode_ids``."""
+        if not self._splits:
+            with self.clock.part("head + decoder"):
+                return self.model.draw(hidden, num_samples, generator)
+        model = cast("Any", self.model)
+        with self.clock.part("head"):
+            latents = model.draw_latents(hidden, num_samples, generator)
+        with self.clock.part("decoder"):
+            return cast("Tensor", model.decode_ids(latents))

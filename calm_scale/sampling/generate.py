@@ -1,0 +1,223 @@
+"""Text from a model: prompts of any length, one backbone position a patch, stops inside a patch, time by part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from calm_scale.runtime.noise import stream_seed
+from calm_scale.sampling.batch import SamplingError
+from calm_scale.sampling.clock import Clock, TimedModel
+from calm_scale.sampling.prompts import Prompt, TextTokenizer, complete_heads, split_prompt
+from calm_scale.sampling.stopping import Finish, OpenText
+from calm_scale.sampling.temperature import DrawTally, TemperedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from calm_scale.config.evaluation import GenerationConfig
+    from calm_scale.lm.patch_model import PatchModel
+
+OnText = Callable[[int, str], None]
+Head = Literal["none", "agreed", "forced"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt's continuation. ``head`` says how a prompt that ended inside a patch was completed."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish
+    num_prompt_tokens: int
+    num_front_bos: int
+    head: Head
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All completions in the prompts' order, and what they cost.
+
+    ``seconds`` are exclusive: ``backbone``, ``head`` and ``decoder`` (or ``head + decoder``), ``sampling``
+    (Algorithm 1 or 2 around the draws), ``text`` (stops and decoding), ``other``.
+    """
+
+    completions: tuple[Completion, ...]
+    sampler: str
+    seconds: Mapping[str, float]
+    num_new_tokens: int
+    num_patches: int
+    num_draws: int
+    num_fallbacks: int
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall time of the whole call."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens of all rows over wall time."""
+        return self.num_new_tokens / max(self.total_seconds, 1e-9)
+
+
+def generate(
+    model: PatchModel,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[str | Sequence[int]],
+    config: GenerationConfig,
+    on_text: OnText | None = None,
+) -> Generation:
+    """Continues every prompt until an end token, a stop string or ``max_new_tokens``.
+
+    Prompts are batched by length. Rows of a batch run in step: one that still has prompt patches feeds those
+    while others already feed what they drew, so a ragged batch needs neither padding nor masks.
+    The same seed, prompts and settings give the same text on the same kind of device.
+
+    Args:
+        model: any PatchModel; on tensor-parallel ranks every rank calls this with the same arguments.
+        tokenizer: see ``TextTokenizer``.
+        prompts: texts (a BOS is put before each, as before each document) or ready token ids.
+        config: sampling rule and limits.
+        on_text: called with (prompt index, new text) as text becomes final.
+
+    Raises:
+        SamplingError: a prompt the model cannot read, or longer than its context.
+    """
+    clock = Clock(getattr(model, "device", torch.device("cpu")))
+    started = time.perf_counter()
+    timed = TimedModel(model, clock)
+    tempered = TemperedModel(timed, config.algorithm, config)
+    split = [split_prompt(p, i, tokenizer, model.patch_size, model.vocab_size) for i, p in enumerate(prompts)]
+    split.sort(key=lambda p: (len(p.full), p.index))
+    done: list[Completion] = []
+    with torch.no_grad():
+        for number, begin in enumerate(range(0, len(split), config.batch_size)):
+            batch = _Batch(
+                tempered, timed, tokenizer, split[begin : begin + config.batch_size], config, on_text
+            )
+            done += batch.run(stream_seed("generate", config.seed, number))
+    seconds = dict(clock.seconds)
+    seconds["other"] = max(0.0, time.perf_counter() - started - sum(seconds.values()))
+    tally = tempered.tally
+    return Generation(
+        completions=tuple(sorted(done, key=lambda c: c.index)),
+        sampler=tempered.sampler,
+        seconds=seconds,
+        num_new_tokens=sum(len(c.token_ids) for c in done),
+        num_patches=tally.num_patches,
+        num_draws=tally.num_draws,
+        num_fallbacks=tally.num_fallbacks,
+    )
+
+
+class _Batch:
+    """Prompts that run in step over one cache."""
+
+    def __init__(
+        self,
+        tempered: TemperedModel,
+        timed: TimedModel,
+        tokenizer: TextTokenizer,
+        prompts: Sequence[Prompt],
+        config: GenerationConfig,
+        on_text: OnText | None,
+    ) -> None:
+        self.tempered, self.timed, self.clock = tempered, timed, timed.clock
+        self.prompts, self.config = prompts, config
+        self.tally: DrawTally = tempered.tally
+        stops = frozenset(i for i in (tokenizer.eos_id, tokenizer.bos_id) if i is not None)
+        self.texts = [
+            OpenText(tokenizer.decode, stops, config.stop, config.max_new_tokens, _speaker(on_text, p.index))
+            for p in prompts
+        ]
+        self.heads: list[Head] = ["none"] * len(prompts)
+
+    def run(self, seed: int) -> list[Completion]:
+        model, k = self.timed, self.timed.patch_size
+        generator = torch.Generator(model.device)
+        generator.manual_seed(seed)
+        shortest = min(len(p.full) for p in self.prompts)
+        state = model.begin(len(self.prompts), self._num_patches(k))
+        first = torch.tensor([p.full[:shortest] for p in self.prompts], device=model.device)
+        hidden = model.advance(state, first)
+        for place in self._places(shortest):
+            patches = self._next_patches(place, hidden, generator)
+            if all(text.finish for text in self.texts):
+                break
+            hidden = model.advance(state, patches[:, None])
+        return [self._completion(row) for row in range(len(self.prompts))]
+
+    def _places(self, shortest: int) -> Iterator[int]:
+        return iter(range(shortest, self._num_patches(self.timed.patch_size) + 1))
+
+    def _num_patches(self, k: int) -> int:
+        """Patches of the longest row, prompt and continuation."""
+        need = max(len(p.full) + -(-(len(p.given) + self.config.max_new_tokens) // k) for p in self.prompts)
+        limit = getattr(self.timed.model, "max_patches", None)
+        if limit is not None and need > limit:
+            raise SamplingError(
+                f"prompt and max_new_tokens {self.config.max_new_tokens} need {need} patches of {k} tokens, the "
+                f"model's context has {limit}; shorten one of them"
+            )
+        return need
+
+    def _next_patches(self, place: int, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """Ids ``[B, K]`` at patch index ``place``: prompt, completed head, or drawn; finished rows repeat zeros."""
+        k = self.timed.patch_size
+        patches = torch.zeros(len(self.prompts), k, dtype=torch.int64, device=hidden.device)
+        heads: list[int] = []
+        drawn: list[int] = []
+        for row, prompt in enumerate(self.prompts):
+            if place < len(prompt.full):
+                patches[row] = torch.tensor(prompt.full[place], device=hidden.device)
+            elif self.texts[row].finish is None:
+                (heads if place == len(prompt.full) and prompt.given else drawn).append(row)
+        with self.clock.part("sampling"):
+            if heads:
+                patches[heads] = self._complete(heads, hidden, generator)
+            if drawn:
+                patches[drawn] = self.tempered.draw(hidden[drawn], 1, generator)[0]
+            listed = patches.tolist()
+        with self.clock.part("text"):
+            for row in heads:
+                self.texts[row].extend(listed[row][len(self.prompts[row].given) :])
+            for row in drawn:
+                self.texts[row].extend(listed[row])
+        return patches
+
+    def _complete(self, rows: list[int], hidden: Tensor, generator: torch.Generator) -> Tensor:
+        heads = complete_heads(
+            self.timed,
+            hidden[rows],
+            [self.prompts[row].given for row in rows],
+            self.tempered.temperature,
+            self.config.num_candidates,
+            self.config.draw_budget,
+            generator,
+        )
+        for row, agreed in zip(rows, heads.agreed.tolist(), strict=True):
+            self.heads[row] = "agreed" if agreed else "forced"
+        self.tally.add(len(rows), heads.num_draws, 0)
+        return heads.patches
+
+    def _completion(self, row: int) -> Completion:
+        prompt, text = self.prompts[row], self.texts[row]
+        return Completion(
+            index=prompt.index,
+            text=text.text,
+            token_ids=tuple(text.ids),
+            finish=text.finish or "length",
+            num_prompt_tokens=prompt.num_tokens,
+            num_front_bos=prompt.num_front,
+            head=self.heads[row],
+        )
+
+
+def _speaker(on_text: OnText | None, index: int) -> Callable[[str], None] | None:
+    return None if on_text is None else lambda text: on_text(index, text)

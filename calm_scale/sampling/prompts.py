@@ -1,0 +1,136 @@
+"""Prompts of any length over a grid of K-token patches.
+
+A prompt is split into full patches and a ragged head: the r = length mod K given tokens of the patch to come.
+That patch is drawn like any other and kept only if it agrees with the given tokens, so nothing is ever padded in
+the middle. A prompt shorter than one patch has no state to draw from; it gets BOS tokens in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from calm_scale.sampling.batch import SamplingError, choose, take
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from calm_scale.lm.patch_model import PatchModel
+
+
+class TextTokenizer(Protocol):
+    """What generation needs of a tokenizer (``data_prep.tokenizer.Tokenizer`` has it)."""
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``full`` patches of K ids each, then ``given``: 0..K−1 ids of the next patch."""
+
+    index: int
+    full: tuple[tuple[int, ...], ...]
+    given: tuple[int, ...]
+    num_tokens: int
+    num_front: int  # BOS tokens put in front to fill the first patch
+
+
+def split_prompt(
+    prompt: str | Sequence[int], index: int, tokenizer: TextTokenizer, patch_size: int, vocab_size: int
+) -> Prompt:
+    """Cuts a prompt (text, which gets a BOS as every document does, or ids as they are) into patches.
+
+    Raises:
+        SamplingError: an id outside of the vocabulary, or a prompt that needs a BOS no tokenizer defines.
+    """
+    bos = tokenizer.bos_id
+    if isinstance(prompt, str):
+        ids = [*([] if bos is None else [bos]), *tokenizer.encode(prompt)]
+    else:
+        ids = list(prompt)
+    wrong = [i for i in ids if not 0 <= i < vocab_size]
+    if wrong:
+        raise SamplingError(
+            f"prompt {index}: token id {wrong[0]} lies outside of the model's vocabulary of {vocab_size}"
+        )
+    front = max(0, patch_size - len(ids))
+    if front and bos is None:
+        raise SamplingError(
+            f"prompt {index} has {len(ids)} tokens, less than one patch of {patch_size}, and the tokenizer has no "
+            "BOS to put in front of it; give a longer prompt"
+        )
+    ids = [bos or 0] * front + ids
+    stop = len(ids) // patch_size * patch_size
+    full = tuple(tuple(ids[i : i + patch_size]) for i in range(0, stop, patch_size))
+    return Prompt(index, full, tuple(ids[stop:]), len(ids) - front, front)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Completed ragged heads: ids ``[R, K]``, which rows agreed by themselves ``[R]``, and the draws made."""
+
+    patches: Tensor
+    agreed: Tensor
+    num_draws: int
+
+
+def complete_heads(
+    model: PatchModel,
+    hidden: Tensor,
+    given: Sequence[Sequence[int]],
+    temperature: float,
+    num_candidates: int,
+    budget: int,
+    generator: torch.Generator,
+) -> Heads:
+    """Draws a patch that begins with the given tokens, from P(patch | given) sharpened by Algorithm 2.
+
+    N candidates a round; the first round with agreeing candidates decides a row (at T = 1 that is exact: one of
+    the agreeing draws, evenly). A row still without one after ``budget`` draws takes the candidate that agrees
+    longest, with the given tokens written over it; it is reported as not agreed.
+
+    Args:
+        model: the law at T = 1.
+        hidden: ``[R, d]`` states the patches are drawn from.
+        given: 1..K−1 ids a row.
+    """
+    num_rows, k = len(given), model.patch_size
+    device = hidden.device
+    want = torch.full((num_rows, k), -1, dtype=torch.int64)
+    for row, ids in enumerate(given):
+        want[row, : len(ids)] = torch.tensor(list(ids))
+    want = want.to(device)
+    free = want < 0
+    patches = torch.zeros_like(want)
+    agreed = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    longest = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+    draws = spent = 0
+    while spent < budget and not bool(agreed.all()):
+        rows = (~agreed).nonzero()[:, 0]
+        number = min(num_candidates, budget - spent)
+        candidates = model.draw(hidden[rows], number, generator)
+        spent, draws = spent + number, draws + number * len(rows)
+        fits = (candidates == want[rows]) | free[rows]
+        agree = fits.all(-1)  # [N, r]
+        found = agree.any(0)
+        length = fits.long().cumprod(-1).sum(-1)
+        best = length.argmax(0)
+        better = length.amax(0) > longest[rows]
+        patches[rows[better]] = take(candidates, best)[better]
+        longest[rows] = torch.maximum(longest[rows], length.amax(0))
+        if bool(found.any()):
+            choice = choose(candidates[:, found], temperature, model.vocab_size, generator, agree[:, found])
+            patches[rows[found]] = take(candidates[:, found], choice.index)
+            agreed[rows[found]] = True
+    return Heads(torch.where(free, patches, want), agreed, draws)

@@ -1,0 +1,135 @@
+"""A model at a temperature: the same PatchModel, with its draws sharpened by Algorithm 1 or 2.
+
+Everything that reads a PatchModel (generation, BrierLM, accuracy–collision curves) takes a tempered one unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from calm_scale.sampling.batch import SamplingError, choose, exponent, take
+from calm_scale.sampling.exact import sample_exact
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from calm_scale.lm.patch_model import PatchModel
+
+Algorithm = Literal["plain", "exact", "batch"]
+_DRAW_ELEMENTS = 1 << 28
+
+
+class TemperatureSettings(Protocol):
+    """The fields of ``GenerationConfig`` and ``EvaluationConfig`` that say how to draw."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def num_candidates(self) -> int: ...
+
+    @property
+    def draw_budget(self) -> int: ...
+
+
+@dataclass
+class DrawTally:
+    """What sampling cost: patches delivered, model draws made, and how many were not by the asked-for rule."""
+
+    num_patches: int = 0
+    num_draws: int = 0
+    num_fallbacks: int = 0
+
+    def add(self, patches: int, draws: int, fallbacks: int) -> None:
+        """Counts one call."""
+        self.num_patches += patches
+        self.num_draws += draws
+        self.num_fallbacks += fallbacks
+
+
+class TemperedModel:
+    """A PatchModel whose ``draw`` samples from P^{1/T}/Z (exactly, or by Algorithm 2's approximation).
+
+    Args:
+        model: the law at T = 1.
+        algorithm: ``plain`` ignores the temperature; ``exact`` is Algorithm 1, ``batch`` Algorithm 2.
+        settings: temperature, number of candidates N, draw budget.
+
+    ``tally`` counts draws and fall-backs since it was made.
+    """
+
+    def __init__(self, model: PatchModel, algorithm: Algorithm, settings: TemperatureSettings) -> None:
+        self.model = model
+        self.patch_size, self.vocab_size = model.patch_size, model.vocab_size
+        self.device = getattr(model, "device", torch.device("cpu"))
+        self.temperature = 1.0 if algorithm == "plain" else settings.temperature
+        self.algorithm: Algorithm = "plain" if self.temperature == 1 else algorithm
+        self.num_candidates, self.draw_budget = settings.num_candidates, settings.draw_budget
+        self.tally = DrawTally()
+        self._at = exponent(self.temperature)
+        if self.algorithm == "exact" and self.draw_budget < self._at.n:
+            raise SamplingError(
+                f"draw_budget {self.draw_budget} is below the {self._at.n} draws one round at T = {self.temperature} "
+                "takes; raise it"
+            )
+
+    @property
+    def sampler(self) -> str:
+        """The sampling rule in words, for reports."""
+        if self.algorithm == "plain":
+            return "plain, T = 1"
+        if self.algorithm == "exact":
+            return f"Algorithm 1 (exact), T = {self.temperature:g}, budget {self.draw_budget} draws"
+        continued = " (continued to non-integer 1/T)" if self._at.alpha else ""
+        return f"Algorithm 2{continued}, T = {self.temperature:g}, N = {self.num_candidates}"
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The model's own."""
+        return self.model.hidden(tokens)
+
+    def begin(self, batch_size: int, max_patches: int) -> Any:
+        """The model's own."""
+        return self.model.begin(batch_size, max_patches)
+
+    def advance(self, state: Any, patches: Tensor) -> Tensor:
+        """The model's own."""
+        return self.model.advance(state, patches)
+
+    def draw(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Ids ``[num_samples, ..., K]``, independent samples at this temperature for hidden ``[..., d]``."""
+        if self.algorithm == "plain":
+            self.tally.add(num_samples * hidden[..., 0].numel(), num_samples * hidden[..., 0].numel(), 0)
+            return self.model.draw(hidden, num_samples, generator)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        rows = rows.expand(num_samples, *rows.shape).reshape(-1, rows.shape[-1])
+        pieces = [self._tempered(part, generator) for part in rows.split(self._rows_at_once())]
+        drawn = torch.cat(pieces) if pieces else rows.new_empty(0, self.patch_size).long()
+        return drawn.reshape(num_samples, *hidden.shape[:-1], self.patch_size)
+
+    def _tempered(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        if self.algorithm == "batch":
+            candidates = self.model.draw(rows, self.num_candidates, generator)
+            choice = choose(candidates, self.temperature, self.vocab_size, generator)
+            self.tally.add(len(rows), self.num_candidates * len(rows), choice.num_fallbacks(self._at.n))
+            return take(candidates, choice.index)
+        result = sample_exact(
+            lambda index, number: self.model.draw(rows[index], number, generator),
+            len(rows),
+            self.temperature,
+            self.vocab_size,
+            generator,
+            budget=self.draw_budget,
+            fallback_candidates=self.num_candidates,
+        )
+        self.tally.add(len(rows), result.made, int(result.fell_back.sum()))
+        return result.patches
+
+    def _rows_at_once(self) -> int:
+        """Bounds the logits alive in one draw; depends on the settings alone, so a seed means the same text."""
+        per_row = (
+            (self.num_candidates if self.algorithm == "batch" else 64) * self.patch_size * self.vocab_size
+        )
+        return max(1, _DRAW_ELEMENTS // per_row)
