@@ -13,6 +13,7 @@ import calm_scale
 from calm_scale.checkpoint.errors import CheckpointError
 from calm_scale.checkpoint.files import write_json
 from calm_scale.checkpoint.layout import CARD
+from calm_scale.config import RunConfig, config_hash
 from calm_scale.config.base import Section
 
 FORMAT_VERSION = 1
@@ -56,6 +57,36 @@ class Identity(Section):
     code_version: str = ""
     attempt: int = 0
     logging_run_id: str = ""
+
+    @classmethod
+    def of_run(
+        cls,
+        config: RunConfig,
+        stage: str,
+        *,
+        run_id: str,
+        attempt: int,
+        topology: dict[str, Any],
+        tokenizer_fingerprint: str,
+        shards_fingerprint: str,
+        autoencoder_fingerprint: str | None = None,
+    ) -> Identity:
+        """The identity of a stage (``autoencoder`` or ``lm``) of the run that ``config`` describes."""
+        return cls(
+            stage=stage,
+            run_id=run_id,
+            config=config.model_dump(mode="json"),
+            config_hash=config_hash(config),
+            patch_size=config.patch_size,
+            vocab_size=config.vocab_size,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            shards_fingerprint=shards_fingerprint,
+            autoencoder_fingerprint=autoencoder_fingerprint,
+            topology=topology,
+            code_version=code_version(),
+            attempt=attempt,
+            logging_run_id=f"{run_id}-a{attempt}",
+        )
 
 
 class Card(Identity):

@@ -1,0 +1,166 @@
+"""May this run go on from that checkpoint? A field-by-field answer, without torch and before any node is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from calm_scale.checkpoint.card import Card, Identity
+from calm_scale.checkpoint.errors import ResumeRefusedError
+
+Verdict = Literal["same", "safe", "results", "forbidden"]
+
+WORDS: Mapping[Verdict, str] = {
+    "same": "same",
+    "safe": "safe to change: applied",
+    "results": "changes results: needs --accept",
+    "forbidden": "forbidden",
+}
+
+# First match wins; fields are relative to the stage's section (`lm.`, `autoencoder.`) or to the document. A field
+# that no rule names changes results: the careful answer for whatever gets added.
+_RULES: tuple[tuple[str, Verdict], ...] = (
+    ("vocab_size", "forbidden"),
+    ("patch_size", "forbidden"),
+    ("seed", "forbidden"),
+    ("*_fingerprint", "forbidden"),
+    ("stage", "forbidden"),
+    ("name", "safe"),
+    ("workdir", "safe"),
+    ("data", "safe"),
+    ("tokenizer.*", "safe"),
+    ("prep", "safe"),
+    ("prep.*", "safe"),
+    ("logging.*", "safe"),
+    ("evaluation.*", "safe"),
+    ("generation.*", "safe"),
+    ("{stage}.backbone.norm_eps", "results"),
+    ("{stage}.backbone.init_std", "safe"),
+    ("{stage}.backbone.rope_theta", "results"),
+    ("{stage}.backbone.positions", "forbidden"),
+    ("{stage}.backbone.*", "forbidden"),
+    ("{stage}.head.kind", "forbidden"),
+    ("{stage}.head.num_blocks", "forbidden"),
+    ("{stage}.head.noise_size", "forbidden"),
+    ("{stage}.head.sampling_steps", "safe"),
+    ("{stage}.input_mode", "forbidden"),
+    ("{stage}.autoencoder", "safe"),
+    ("{stage}.model.norm_eps", "results"),
+    ("{stage}.model.init_std", "safe"),
+    ("{stage}.model.*", "forbidden"),
+    ("{stage}.split", "safe"),
+    ("{stage}.evaluation_noise*", "safe"),
+    ("{stage}.parallel.*", "safe"),
+    ("{stage}.zero.overrides*", "results"),
+    ("{stage}.zero.*", "safe"),
+    ("{stage}.training.micro_batch", "safe"),
+    ("{stage}.training.checkpoint.*", "safe"),
+    ("{stage}.training.eval_*", "safe"),
+    ("{stage}.training.stall_seconds", "safe"),
+    ("{stage}.training.loader_workers", "safe"),
+    ("{stage}.training.on_nonfinite", "safe"),
+    ("{stage}.training.max_nonfinite_steps", "safe"),
+    ("{stage}.training.end_of_data", "results"),
+    ("{stage}.training.*", "results"),
+)
+_OTHER_STAGE = {"lm": "autoencoder", "autoencoder": "lm"}
+
+
+@dataclass(frozen=True)
+class FieldChange:
+    """One field that differs."""
+
+    field: str
+    old: Any
+    new: Any
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.old!r} → {self.new!r}  ({WORDS[self.verdict]})"
+
+
+@dataclass(frozen=True)
+class ResumeDiff:
+    """Everything that differs between a checkpoint and the run that wants to go on from it."""
+
+    changes: tuple[FieldChange, ...]
+    num_same: int
+
+    def of(self, verdict: Verdict) -> tuple[FieldChange, ...]:
+        """The changes with this verdict."""
+        return tuple(change for change in self.changes if change.verdict == verdict)
+
+    def refused(self, accept: Iterable[str] = ()) -> tuple[FieldChange, ...]:
+        """The changes that stand in the way: forbidden ones, and unaccepted ones that change results."""
+        accepted = set(accept)
+        return self.of("forbidden") + tuple(c for c in self.of("results") if c.field not in accepted)
+
+    def check(self, accept: Sequence[str] = ()) -> None:
+        """Raises ResumeRefusedError that shows every field standing in the way and what to do."""
+        refused = self.refused(accept)
+        unknown = [field for field in accept if field not in {change.field for change in self.changes}]
+        if not refused:
+            return
+        lines = [f"  {change}" for change in refused]
+        hints = " ".join(f"--accept {change.field}" for change in refused if change.verdict == "results")
+        if hints:
+            lines.append(f"To go on with changed results: {hints}")
+        if unknown:
+            lines.append(f"--accept names what did not change: {', '.join(unknown)}")
+        if any(change.verdict == "forbidden" for change in refused):
+            lines.append("A forbidden change is another run: give it another name or workdir")
+        raise ResumeRefusedError("this run cannot go on from that checkpoint:\n" + "\n".join(lines))
+
+
+def resume_diff(
+    card: Card, config: Mapping[str, Any], stage: str, identity: Identity | None = None
+) -> ResumeDiff:
+    """Compares a card with the resolved document (``RunConfig.model_dump(mode="json")``) of the run to resume.
+
+    With ``identity`` the fingerprints of tokenizer, shards and autoencoder are compared too; without it (on a login
+    node that has no data) only the configuration is.
+    """
+    old, new = _flat(card.config), _flat(config)
+    pairs: dict[str, tuple[Any, Any]] = {
+        name: (old.get(name), new.get(name))
+        for name in sorted(old.keys() | new.keys())
+        if _concerns(name, stage)
+    }
+    pairs["stage"] = (card.stage, stage)
+    if identity is not None:
+        for name in ("tokenizer_fingerprint", "shards_fingerprint", "autoencoder_fingerprint"):
+            pairs[name] = (getattr(card, name), getattr(identity, name))
+    changes = [
+        FieldChange(name, a, b, _verdict(name, a, b, stage, new)) for name, (a, b) in pairs.items() if a != b
+    ]
+    order = ("forbidden", "results", "safe")
+    changes.sort(key=lambda change: (order.index(change.verdict), change.field))
+    return ResumeDiff(tuple(changes), len(pairs) - len(changes))
+
+
+def _concerns(name: str, stage: str) -> bool:
+    """The other stage's section is judged by its fingerprint, not by its settings."""
+    other = _OTHER_STAGE.get(stage)
+    return other is None or not (name == other or name.startswith(other + "."))
+
+
+def _verdict(name: str, old: Any, new: Any, stage: str, config: Mapping[str, Any]) -> Verdict:
+    if name == f"{stage}.training.steps":
+        kind = config.get(f"{stage}.training.optimizer.schedule.kind")
+        return "safe" if kind == "constant" else "results"
+    for pattern, verdict in _RULES:
+        if fnmatchcase(name, pattern.replace("{stage}", stage)):
+            return verdict
+    return "results"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        return {
+            name: leaf
+            for key, inner in value.items()
+            for name, leaf in _flat(inner, f"{prefix}{key}.").items()
+        }
+    return {prefix.removesuffix("."): list(value) if isinstance(value, tuple) else value}

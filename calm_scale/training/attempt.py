@@ -1,0 +1,116 @@
+"""One life of a run: its number, its lines in the ledger, and where its seconds went."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calm_scale.accounting import ledger
+from calm_scale.accounting.ledger import Activity, Cause, Event, Kind
+from calm_scale.checkpoint.card import Counters
+from calm_scale.checkpoint.run_id import run_id
+from calm_scale.runtime import metrics
+from calm_scale.runtime.world import World
+from launchers import environment
+
+PROGRESS_SECONDS = 30.0
+"""A killed attempt is known up to its last progress line."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Which life of which run this is; the same on every rank."""
+
+    folder: Path
+    run_id: str
+    number: int
+    highest_step: int
+
+
+def open_attempt(folder: Path, name: str, world: World) -> Attempt:
+    """Looks up the run of a stage's folder (``<workdir>/lm``) and counts its earlier attempts. Every rank calls it."""
+    mine: Any = None
+    if world.is_first:
+        try:
+            book = folder / "ledger.jsonl"
+            reached = max(ledger.highest_step(book), metrics.highest_step(folder / "metrics.jsonl"))
+            mine = (run_id(folder, name), ledger.next_attempt(book), reached)
+        except Exception as error:
+            mine = error
+    found = world.broadcast_object(mine)
+    if isinstance(found, Exception):
+        raise found
+    return Attempt(folder, *found)
+
+
+@dataclass
+class Ledger:
+    """Writes this attempt's events (first rank only). Counts and seconds are totals of the attempt."""
+
+    attempt: Attempt
+    world: World
+    stage: str
+    precision: str
+    first: Counters = field(default_factory=Counters)
+    counters: Counters = field(default_factory=Counters)
+    eval_tokens: int = 0
+    _seconds: dict[Activity, float] = field(default_factory=dict)
+    _last: float = 0.0
+
+    @contextlib.contextmanager
+    def timing(self, activity: Activity) -> Iterator[None]:
+        """The block's wall-clock seconds count as this activity."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[activity] = self._seconds.get(activity, 0.0) + time.monotonic() - start
+
+    def seconds(self, activity: Activity) -> float:
+        """Seconds of this attempt so far."""
+        return self._seconds.get(activity, 0.0)
+
+    def write(self, kind: Kind, cause: Cause | None = None) -> None:
+        """One event with the totals of now."""
+        self._last = time.monotonic()
+        if not self.world.is_first:
+            return
+        first, now = self.first, self.counters
+        done = now.steps - first.steps
+        event = Event(
+            kind=kind,
+            attempt=self.attempt.number,
+            stage=self.stage,
+            step=now.steps,
+            time=time.time(),
+            job_id=environment.facts().job_id,
+            cause=cause,
+            first_step=first.steps,
+            highest_step=self.attempt.highest_step,
+            steps_done=done,
+            steps_replayed=max(0, min(now.steps, self.attempt.highest_step) - first.steps),
+            steps_skipped=now.skipped_steps - first.skipped_steps,
+            samples=now.samples - first.samples,
+            tokens=now.tokens - first.tokens,
+            eval_tokens=self.eval_tokens,
+            seconds={str(name): spent for name, spent in self._seconds.items()},
+            world_size=self.world.world_size,
+            device=_device_name(self.world),
+            precision=self.precision,
+        )
+        ledger.append(self.attempt.folder / "ledger.jsonl", event)
+
+    def progress(self) -> None:
+        """A progress event, if the last event is a while ago."""
+        if time.monotonic() - self._last >= PROGRESS_SECONDS:
+            self.write("progress")
+
+
+def _device_name(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"

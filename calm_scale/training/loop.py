@@ -1,0 +1,323 @@
+"""The one training loop. It owns the step count, the schedule, logging, saves, signals, guards and the ledger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from calm_scale.accounting.ledger import Cause
+from calm_scale.checkpoint.card import Card, Counters, Identity
+from calm_scale.checkpoint.errors import DiskFullError
+from calm_scale.checkpoint.store import CheckpointStore
+from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
+from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.signals import StopSignals
+from calm_scale.runtime.telemetry import Telemetry
+from calm_scale.runtime.watchdog import Watchdog
+from calm_scale.runtime.world import World
+from calm_scale.training.attempt import Attempt, Ledger
+from calm_scale.training.batches import EvaluationBatches, TrainingBatches
+from calm_scale.training.engine import Batch, ChecksFinite, Engine, SavesInBackground, StepResult
+from calm_scale.training.nonfinite import NonFiniteError, NonFiniteGuard
+from calm_scale.training.resume import counters_of, resume
+from calm_scale.training.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What to train on, and what to evaluate on every ``eval_interval`` steps."""
+
+    train: TrainingBatches
+    evaluation: EvaluationBatches | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended. ``exit_code`` is for the process: 0 finished, 75 put it back into the queue."""
+
+    step: int
+    cause: Cause
+    exit_code: int
+    resumed_at: int | None = None
+    last_row: dict[str, Any] = field(default_factory=dict)
+
+
+def fit(
+    engine: Engine,
+    data: TrainingData,
+    config: TrainingConfig,
+    store: CheckpointStore,
+    telemetry: Telemetry,
+    world: World,
+    *,
+    identity: Identity,
+    attempt: Attempt,
+    stop: StopSignals | None = None,
+    accept: Sequence[str] = (),
+    resume_step: int | None = None,
+    fresh: bool = False,
+    stop_after: int | None = None,
+) -> Outcome:
+    """Trains from wherever the run stands to ``config.steps``, or to the first stop signal. Every rank calls it.
+
+    Args:
+        store: where checkpoints go; its newest complete one is resumed.
+        identity: goes into every card and is compared with the resumed one.
+        attempt: from ``open_attempt``.
+        stop: installed early by the stage; default: installed here.
+        accept: changed fields that may change results.
+        resume_step: resume this step instead of the newest.
+        fresh: refuse to resume.
+        stop_after: stop after this step as if told to by a signal.
+
+    Raises:
+        NothingToResumeError, ResumeRefusedError, SaveError, NonFiniteError: after the ledger says why.
+    """
+    stop = stop or StopSignals()
+    stop.install()
+    ledger = Ledger(attempt, world, identity.stage, config.precision)
+    place = f"{identity.stage} rank {world.rank}" + (
+        f" ({where})" if (where := getattr(engine, "place", "")) else ""
+    )
+    watchdog = Watchdog(
+        config.stall_seconds, place, on_stall=lambda operation: ledger.write("stop", "stalled")
+    )
+    loop = _Loop(engine, data, config, store, telemetry, world, identity, ledger, watchdog, stop)
+    loop.stop_after = stop_after
+    try:
+        return loop.run(accept, resume_step, fresh)
+    except BaseException as error:
+        ledger.write("stop", _cause(error))
+        raise
+    finally:
+        watchdog.close()
+        telemetry.close()
+
+
+def _cause(error: BaseException) -> Cause:
+    if isinstance(error, NonFiniteError):
+        return "nonfinite"
+    return "disk_full" if isinstance(error, DiskFullError) else "error"
+
+
+class _Loop:
+    def __init__(
+        self,
+        engine: Engine,
+        data: TrainingData,
+        config: TrainingConfig,
+        store: CheckpointStore,
+        telemetry: Telemetry,
+        world: World,
+        identity: Identity,
+        ledger: Ledger,
+        watchdog: Watchdog,
+        stop: StopSignals,
+    ) -> None:
+        self.engine, self.data, self.config, self.store = engine, data, config, store
+        self.telemetry, self.world, self.identity = telemetry, world, identity
+        self.ledger, self.watchdog, self.stop = ledger, watchdog, stop
+        self.counters = Counters()
+        self.guard = NonFiniteGuard(config)
+        self.evaluation_pending = False
+        self.row: dict[str, Any] = {}
+        self.resumed_at: int | None = None
+        self.stop_after: int | None = None
+
+    def run(self, accept: Sequence[str], step: int | None, fresh: bool) -> Outcome:
+        self._resume(accept, step, fresh)
+        batches = self.data.train.iterate(self.counters.steps + 1, self.counters.samples)
+        try:
+            return self._train(batches)
+        except NonFiniteError:
+            self.store.close()  # what is being written in the background was finite; every rank is here
+            raise
+        finally:
+            getattr(batches, "close", lambda: None)()
+
+    def _resume(self, accept: Sequence[str], step: int | None, fresh: bool) -> None:
+        with self.watchdog.doing("resume"), self.ledger.timing("load"):
+            found = resume(self.engine, self.store, self.identity, self.telemetry.say, accept, step, fresh)
+        self.counters = self.ledger.first = self.ledger.counters = counters_of(found)
+        self.guard.skipped_steps = self.counters.skipped_steps
+        self.guard.consecutive = self.counters.consecutive_skips
+        self.ledger.write("start")
+        self.telemetry.begin(self.counters.steps, self.config.steps)
+        if found is not None:
+            self.resumed_at = found.step
+            self.evaluation_pending = found.card.evaluation_pending
+
+    def _train(self, batches: Iterator[Batch]) -> Outcome:
+        if self.evaluation_pending:
+            self._evaluate({"step": self.counters.steps} | dict(self.row))
+        while self.counters.steps < self.config.steps:
+            if self._asked_to_stop():
+                return self._end("signal", EXIT_REQUEUE)
+            with self.watchdog.doing("reading data"), self.ledger.timing("stall"):
+                batch = next(batches, None)
+            if batch is None:
+                return self._out_of_data()
+            self._step(batch)
+            if self.counters.steps % self.config.checkpoint.interval == 0:
+                self._save(background=self.config.checkpoint.async_save)
+            self.ledger.progress()
+        return self._end("finished", EXIT_OK)
+
+    def _step(self, batch: Batch) -> None:
+        step = self.counters.steps + 1
+        lr = learning_rate(self.config.optimizer, step, self.config.steps)
+        start = time.monotonic()
+        with self.watchdog.doing(f"training step {step}"), self.ledger.timing("train"):
+            result = self.engine.train_step(batch, lr)
+        row = self.row = self._numbers(step, lr, result, time.monotonic() - start)
+        try:
+            warning = self.guard.judge(step, result)
+        except NonFiniteError:
+            self.telemetry.row(row, self.config.steps)
+            raise
+        finally:
+            self._count(step)
+        if warning is not None:
+            self.telemetry.warn(warning)
+        if step % self.config.eval_interval == 0 or step == self.config.steps:
+            self._evaluate(row)
+        else:
+            self.telemetry.row(row, self.config.steps)
+
+    def _numbers(self, step: int, lr: float, result: StepResult, seconds: float) -> dict[str, Any]:
+        tokens = self.data.train.tokens_per_batch
+        return {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "skipped": result.skipped,
+            "samples": self.counters.samples + self.data.train.plan.global_batch,
+            "tokens": self.counters.tokens + tokens,
+            **result.metrics,
+            "seconds": seconds,
+            "tokens_per_s": tokens / max(seconds, 1e-9),
+            "time": time.time(),
+        }
+
+    def _count(self, step: int) -> None:
+        self.counters = Counters(
+            steps=step,
+            samples=self.counters.samples + self.data.train.plan.global_batch,
+            tokens=self.counters.tokens + self.data.train.tokens_per_batch,
+            skipped_steps=self.guard.skipped_steps,
+            consecutive_skips=self.guard.consecutive,
+        )
+        self.ledger.counters = self.counters
+
+    def _evaluate(self, row: dict[str, Any]) -> None:
+        """Adds ``eval/…`` to the step's row; a stop signal ends it early, and the resumed run does it again."""
+        evaluation = self.data.evaluation
+        if evaluation is not None:
+            with self.watchdog.doing(f"evaluation at step {row['step']}"), self.ledger.timing("eval"):
+                source = _Interruptible(evaluation.iterate(row["step"]), self)
+                scores = self.engine.evaluate(source)
+            self.evaluation_pending = source.interrupted
+            if not source.interrupted:
+                row = row | {f"eval/{name}": value for name, value in scores.items()}
+                self.ledger.eval_tokens += evaluation.num_batches * self.data.train.tokens_per_batch
+        self.row = row
+        self.telemetry.row(row, self.config.steps)
+        self.ledger.write("eval")
+
+    def _asked_to_stop(self) -> bool:
+        """One word between all ranks per step: has any been told to stop, and is every background save ready?"""
+        with self.watchdog.doing(f"agreeing after step {self.counters.steps}"):
+            signal, waiting = self.world.maximum([self.stop.received, int(self.store.waiting)])
+        if self.store.saving is not None and not waiting:
+            with self.watchdog.doing("committing a checkpoint"), self.ledger.timing("save"):
+                self._tolerating_a_full_disk(self.store.advance)
+        self.stop.received = self.stop.received or signal
+        return bool(signal) or (self.stop_after is not None and self.counters.steps >= self.stop_after)
+
+    def _save(self, background: bool = False) -> None:
+        step = self.counters.steps
+        if self.store.last_saved == step:
+            return
+        with self.watchdog.doing(f"saving step {step}"), self.ledger.timing("save"):
+            self._refuse_nonfinite_state(step)
+            self.telemetry.sync()
+            save_async = self.engine.save_async if isinstance(self.engine, SavesInBackground) else None
+            start = save_async if background and save_async else self.engine.save
+            self._tolerating_a_full_disk(lambda: self.store.begin(step, start, self._card(), background))
+            if not background and self.store.saving is not None:
+                self._tolerating_a_full_disk(self.store.finish)
+        self.ledger.write("save")
+
+    def _tolerating_a_full_disk(self, work: Any) -> None:
+        try:
+            work()
+        except DiskFullError as error:
+            if self.config.checkpoint.on_disk_full == "stop":
+                raise
+            self.telemetry.warn(f"{error}. Training goes on (checkpoint.on_disk_full is `continue`)")
+
+    def _refuse_nonfinite_state(self, step: int) -> None:
+        if isinstance(self.engine, ChecksFinite) and not self.engine.is_finite():
+            raise NonFiniteError(
+                f"step {step}: a parameter is not finite; not saved. Resume from the newest checkpoint"
+            )
+
+    def _card(self) -> Card:
+        optimizer = self.config.optimizer
+        lr = learning_rate(optimizer, self.counters.steps, self.config.steps) if self.counters.steps else 0.0
+        numbers = {k: v for k, v in self.row.items() if isinstance(v, float) and v - v == 0}
+        return Card.of(
+            self.identity,
+            created=time.time(),
+            counters=self.counters,
+            schedule=optimizer.schedule.model_dump() | {"lr": lr, "total_steps": self.config.steps},
+            rng={
+                "scheme": "keyed by seed, step, sample and position; no state",
+                "seed": self.identity.config.get("seed"),
+            },
+            metrics=numbers,
+            evaluation_pending=self.evaluation_pending,
+        )
+
+    def _out_of_data(self) -> Outcome:
+        left = len(self.data.train.samples) - self.counters.samples
+        self.telemetry.say(
+            f"end of data after step {self.counters.steps}: {left} of {len(self.data.train.samples)} sequences are "
+            "left, less than a global batch; training.end_of_data is `stop`"
+        )
+        return self._end("finished", EXIT_OK)
+
+    def _end(self, cause: Cause, exit_code: int) -> Outcome:
+        """The state of the step reached is on disk before this returns, exactly once."""
+        if cause == "signal":
+            self.telemetry.say(f"asked to stop: saving step {self.counters.steps}")
+        with self.watchdog.doing("finishing the last save"), self.ledger.timing("save"):
+            if self.store.saving is not None:
+                self._tolerating_a_full_disk(self.store.finish)
+        self._save()
+        with self.watchdog.doing("closing the store"):
+            self.store.close()
+        self.ledger.write("stop", cause)
+        return Outcome(self.counters.steps, cause, exit_code, self.resumed_at, self.row)
+
+
+class _Interruptible(Iterator[Batch]):
+    """Evaluation batches that end early when any rank was told to stop. The first one is always given."""
+
+    def __init__(self, batches: Iterator[Batch], loop: _Loop) -> None:
+        self._batches, self._loop = batches, loop
+        self._given = 0
+        self.interrupted = False
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        if self._given:
+            self._loop.stop.received = self._loop.world.maximum([self._loop.stop.received])[0]
+            if self._loop.stop.received:
+                self.interrupted = True
+                raise StopIteration
+        self._given += 1
+        return batch

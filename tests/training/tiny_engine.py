@@ -1,0 +1,129 @@
+"""A real engine in forty lines: plain torch, data parallel over gloo, keyed noise, sharded state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from calm_scale.runtime.world import World
+from calm_scale.training.background import BackgroundWrite
+from calm_scale.training.engine import Batch, StepResult
+
+
+class TinyEngine:
+    """An embedding and a linear layer that predict the next token, trained with AdamW and weight noise.
+
+    ``bad_steps``: a gradient becomes Inf on the last rank at these steps. ``slow_save``/``slow_step``/``slow_eval``:
+    seconds each takes, so that a test can hit it.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        vocab: int = 64,
+        width: int = 8,
+        bad_steps: Iterable[int] = (),
+        slow_save: float = 0.0,
+        slow_step: float = 0.0,
+        slow_eval: float = 0.0,
+    ) -> None:
+        self.world = world
+        self.data_rank, self.data_size = world.rank, world.world_size
+        self.bad_steps, self.slow_save, self.slow_step, self.slow_eval = (
+            set(bad_steps),
+            slow_save,
+            slow_step,
+            slow_eval,
+        )
+        generator = torch.Generator().manual_seed(0)
+        self.embed = torch.nn.Parameter(torch.randn(vocab, width, generator=generator) * 0.1)
+        self.out = torch.nn.Parameter(torch.randn(width, vocab, generator=generator) * 0.1)
+        self.optimizer = torch.optim.AdamW([self.embed, self.out], betas=(0.9, 0.95), weight_decay=0.1)
+        self.seen: list[list[int]] = []
+
+    def _loss(self, batch: Batch, noisy: bool) -> torch.Tensor:
+        tokens = batch.tokens.flatten(0, 1)
+        hidden = self.embed[tokens[:, :-1]]
+        if noisy:
+            draws = []
+            for sample in batch.sample_ids.flatten().tolist():
+                generator = torch.Generator().manual_seed(batch.step * 1_000_003 + sample)
+                draws.append(torch.randn(hidden.shape[1:], generator=generator))
+            hidden = hidden + 0.1 * torch.stack(draws)
+        logits = hidden @ self.out
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _mean(self, value: torch.Tensor) -> torch.Tensor:
+        if self.world.world_size > 1:
+            dist.all_reduce(value)
+        return value / self.world.world_size
+
+    def train_step(self, batch: Batch, lr: float) -> StepResult:
+        time.sleep(self.slow_step)
+        self.seen.append(batch.sample_ids.flatten().tolist())
+        self.optimizer.zero_grad()
+        loss = self._loss(batch, noisy=True)
+        loss.backward()
+        if batch.step in self.bad_steps and self.world.rank == self.world.world_size - 1:
+            self.out.grad[0, 0] = float("inf")
+        for parameter in (self.embed, self.out):
+            parameter.grad = self._mean(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_([self.embed, self.out], 1.0)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.step()
+        return StepResult(self._mean(loss.detach().clone()).item(), norm.item(), skipped=not finite)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        losses = []
+        for batch in batches:
+            time.sleep(self.slow_eval)
+            losses.append(self._mean(self._loss(batch, noisy=False).clone()).item())
+        return {"loss": sum(losses) / len(losses)}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        state = {"embed": self.embed.detach().clone(), "out": self.out.detach().clone()}
+        for name, parameter in (("embed", self.embed), ("out", self.out)):
+            moments = self.optimizer.state.get(parameter, {})
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                state[f"{name}.{key}"] = moments[key].clone() if key in moments else torch.zeros(())
+        return state
+
+    def _write(self, directory: Path, state: dict[str, torch.Tensor]) -> None:
+        mine = {
+            k: v for i, (k, v) in enumerate(sorted(state.items())) if i % self.data_size == self.data_rank
+        }
+        path = directory / f"rank_{self.data_rank}.safetensors"
+        path.write_bytes(b"half")
+        time.sleep(self.slow_save)
+        save_file(mine, path)
+
+    def save(self, directory: Path) -> None:
+        self._write(directory, self.state())
+
+    def save_async(self, directory: Path) -> BackgroundWrite:
+        state = self.state()
+        return BackgroundWrite(lambda: self._write(directory, state))
+
+    def load(self, directory: Path) -> None:
+        state: dict[str, torch.Tensor] = {}
+        for path in sorted(directory.glob("rank_*.safetensors")):
+            state |= load_file(path)
+        with torch.no_grad():
+            for name, parameter in (("embed", self.embed), ("out", self.out)):
+                parameter.copy_(state[name])
+                if state[f"{name}.exp_avg"].dim():
+                    moments = {
+                        key: state[f"{name}.{key}"].clone() for key in ("exp_avg", "exp_avg_sq", "step")
+                    }
+                    self.optimizer.state[parameter] = moments
+
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self.embed).all() and torch.isfinite(self.out).all())
