@@ -1,0 +1,82 @@
+"""Paired comparison and the baseline's exact scores."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from calm_scale.config.evaluation import EvaluationConfig
+from calm_scale.evaluation.brier import EvaluationError
+from calm_scale.evaluation.compare import compare, table
+from calm_scale.evaluation.evaluate import evaluate
+from calm_scale.evaluation.exact import evaluate_exact
+
+
+def blurred(chain, share):
+    return (1 - share) * chain + share / len(chain)
+
+
+def test_a_better_model_is_seen_and_its_twin_is_not(markov, chain):
+    sequences = markov(chain, 4).sequences(60, 101)
+    config = EvaluationConfig(bootstrap=200, num_samples=4)
+    good = evaluate(markov(chain, 4), sequences, config)
+    worse = evaluate(markov(blurred(chain, 0.4), 4), sequences, config)
+    better = compare(worse, good)
+    assert better.differences[0].interval[0] > 0
+    assert better.differences[4].name == "BrierLM"
+    assert better.differences[4].share_above > 0.99
+    twin = compare(good, evaluate(markov(chain, 4), sequences, config.model_copy(update={"seed": 1})))
+    low, high = twin.differences[0].interval
+    assert low < 0 < high
+    assert twin.protocol_differences == ("seed: a 0, b 1",)
+    assert table(better).row_count == 5
+
+
+def test_pairing_narrows_the_interval(markov, chain):
+    """Documents of very different difficulty: the paired interval is narrower than the two apart would make it."""
+    lazy = torch.tensor([[0.98, 0.01, 0.01], [0.1, 0.7, 0.2], [0.34, 0.33, 0.33]])
+    sequences = [np.zeros(64, dtype=np.int64), np.full(64, 2)] * 20
+    config = EvaluationConfig(bootstrap=400, num_samples=8)
+    a = evaluate(markov(lazy, 4), sequences, config)
+    b = evaluate(markov(blurred(lazy, 0.05), 4), sequences, config)
+    paired = compare(a, b).differences[0].interval
+    (low_a, high_a), (low_b, high_b) = a.score.component_intervals[0], b.score.component_intervals[0]
+    assert paired[1] - paired[0] < 0.5 * ((high_a - low_a) ** 2 + (high_b - low_b) ** 2) ** 0.5
+
+
+def test_other_documents_are_refused(markov, chain):
+    config = EvaluationConfig(bootstrap=100)
+    model = markov(chain, 4)
+    a = evaluate(model, model.sequences(6, 40), config, provenance={"data": "x"})
+    b = evaluate(model, model.sequences(5, 40), config, provenance={"data": "x"})
+    with pytest.raises(EvaluationError, match="6 and 5 documents"):
+        compare(a, b)
+    c = evaluate(model, model.sequences(6, 40), config, provenance={"data": "y"})
+    with pytest.raises(EvaluationError, match="different data"):
+        compare(a, c)
+
+
+def test_exact_scores_of_a_known_chain(markov, chain):
+    """Cross-entropy and Brier-1 equal the closed form to rounding, Brier-2..4 within the sampled prefixes' noise."""
+    model = markov(chain, 1)
+    sequences = model.sequences(8, 120)
+    result = evaluate_exact(model, sequences, EvaluationConfig(num_samples=8))
+    exact = model.exact_brier(sequences)
+    nats = [-float(chain.double()[a, b].log()) for s in sequences for a, b in pairwise(s)]
+    assert result.cross_entropy == pytest.approx(np.mean(nats), rel=1e-12)
+    assert result.components[0] == pytest.approx(exact[0], rel=1e-12)
+    assert result.components == pytest.approx(exact, abs=0.01)
+    assert result.num_positions == (8 * 119, 8 * 118, 8 * 117, 8 * 116)
+    sampled = evaluate(model, sequences, EvaluationConfig(num_samples=8, bootstrap=100)).score
+    assert sampled.num_positions == result.num_positions
+    assert sampled.components == pytest.approx(exact, abs=0.05)
+    batched = evaluate_exact(model, sequences, EvaluationConfig(num_samples=8, batch_size=1))
+    assert batched == result
+
+
+def test_exact_scores_need_probabilities(markov, categorical, chain):
+    with pytest.raises(EvaluationError, match="K = 4"):
+        evaluate_exact(markov(chain, 4), [np.zeros(8)], EvaluationConfig())
