@@ -18,7 +18,9 @@ _LAUNCHER_VARIABLES = ("RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RA
 def autoencoder_section(config: RunConfig) -> AutoencoderStage:
     """The autoencoder section, or an error that says it is missing."""
     if config.autoencoder is None:
-        raise ConfigError(f"run {config.name}: there is no `autoencoder` section; extend configs/autoencoder/k4.yaml")
+        raise ConfigError(
+            f"run {config.name}: there is no `autoencoder` section; extend configs/autoencoder/k4.yaml"
+        )
     return config.autoencoder
 
 

@@ -38,8 +38,10 @@ def mpirun(num_ranks: int, command: Sequence[str]) -> list[str]:
 
 def shown(command: Sequence[str]) -> str:
     """A command as a user would type it."""
-    return " ".join(command).replace(f"{sys.executable} -m calm_scale", "calm-scale").replace(
-        f"{Path(sys.executable).parent}/", ""
+    return (
+        " ".join(command)
+        .replace(f"{sys.executable} -m calm_scale", "calm-scale")
+        .replace(f"{Path(sys.executable).parent}/", "")
     )
 
 
@@ -70,4 +72,3 @@ def run(command: Sequence[str], console: Console, stop_when: Callable[[], bool] 
     if process.returncode not in allowed:
         raise DemoError(f"this step ended with exit code {process.returncode}: {shown(command)}")
     return process.returncode
-

@@ -30,12 +30,20 @@ def draw(
     axes: Any = figure.add_subplot()
     for name in names:
         points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
-        style: dict[str, Any] = {"marker": "o", "markersize": 3} if name.startswith("eval/") else {"linewidth": 1}
+        style: dict[str, Any] = (
+            {"marker": "o", "markersize": 3} if name.startswith("eval/") else {"linewidth": 1}
+        )
         axes.plot([step for step, _ in points], [value for _, value in points], label=name, **style)
     for step, label in marks:
         axes.axvline(step, color="tab:red", linestyle="--", linewidth=1)
         axes.annotate(
-            label, (step, 0.97), xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=8
+            label,
+            (step, 0.97),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            fontsize=8,
         )
     axes.set(title=title, xlabel="optimizer step")
     axes.grid(alpha=0.3)

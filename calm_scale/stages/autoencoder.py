@@ -1,0 +1,86 @@
+"""The autoencoder stage: train under DeepSpeed ZeRO, then export the frozen model for the language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from calm_scale.config import RunConfig
+from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.runtime.signals import StopSignals
+from calm_scale.runtime.world import World, init_world
+from calm_scale.stages.launch import autoencoder_section
+from calm_scale.stages.splits import open_if_prepared, open_split
+from calm_scale.stages.training import run_loop
+from calm_scale.training.loop import Outcome
+from data_prep.reading import ShardDataset
+
+if TYPE_CHECKING:
+    from calm_scale.training.deepspeed_engine import DeepSpeedEngine
+
+
+def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
+    """Train (or go on training) the autoencoder and export it. Every rank runs this; returns the exit code."""
+    stop = StopSignals().install()
+    stage = autoencoder_section(config)
+    tokens_per_sample = stage.patches * config.patch_size
+    train = open_split(config, stage.split, tokens_per_sample)
+    heldout = open_if_prepared(config, "heldout", tokens_per_sample)
+    world = init_world()
+    try:
+        from calm_scale.training.deepspeed_engine import DeepSpeedEngine
+
+        engine = DeepSpeedEngine(
+            stage,
+            vocab_size=config.vocab_size,
+            patch_size=config.patch_size,
+            seed=config.seed,
+            world=world,
+            pad_id=train.manifest.pad_id,
+        )
+        outcome = run_loop(
+            config,
+            "autoencoder",
+            stage.training,
+            world,
+            engine,
+            train,
+            heldout,
+            topology={"world_size": world.world_size, "zero_stage": stage.zero.stage},
+            autoencoder_fingerprint=None,
+            accept=accept,
+            stop=stop,
+        )
+        if outcome.exit_code == EXIT_OK:
+            _export(config, engine, world, outcome, train)
+        return outcome.exit_code
+    finally:
+        world.close()
+
+
+def _export(
+    config: RunConfig, engine: DeepSpeedEngine, world: World, outcome: Outcome, train: ShardDataset
+) -> None:
+    from calm_scale.autoencoder.export import write_export
+
+    stage = autoencoder_section(config)
+    weights = engine.weights()
+    if world.is_first:
+        samples = outcome.step * stage.training.global_batch
+        write_export(
+            config.workdir / "autoencoder" / "export",
+            weights,
+            config=stage.model,
+            objective=stage.objective,
+            vocab_size=config.vocab_size,
+            patch_size=config.patch_size,
+            tokenizer_fingerprint=train.manifest.tokenizer_fingerprint,
+            data_fingerprint=train.fingerprint,
+            steps=outcome.step,
+            consumed_samples=samples,
+            consumed_tokens=samples * train.tokens_per_sample,
+            metrics={
+                k: v for k, v in outcome.last_row.items() if k.startswith("eval/") and isinstance(v, float)
+            },
+        )
+    world.barrier()

@@ -1,0 +1,111 @@
+"""`calm-scale ckpt`: look at checkpoints from one process; only conversions import torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from calm_scale.accounting.report.document import bytes_text, seconds_text
+from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.inventory import Entry, inventory, verify
+from calm_scale.checkpoint.layout import SHARDS
+from calm_scale.config import CalmScaleError, ConfigError
+from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
+
+STAGES = ("autoencoder", "lm")
+
+
+def list_checkpoints(run: Path) -> int:
+    """Print every step folder of a run (both stages) or of one checkpoints folder."""
+    folders = [run / stage / "checkpoints" for stage in STAGES if (run / stage / "checkpoints").is_dir()] or [
+        run
+    ]
+    console = Console()
+    shown = 0
+    for folder in folders:
+        entries = inventory(folder)
+        shown += len(entries)
+        if entries:
+            console.print(_table(folder, entries))
+    if not shown:
+        raise ConfigError(f"{run}: no checkpoints there; name a run folder or a `checkpoints` folder")
+    return EXIT_OK
+
+
+def inspect_checkpoint(checkpoint: Path) -> int:
+    """Print the identity card."""
+    entry = verify(checkpoint)
+    if entry.card is None:
+        raise CalmScaleError(f"{checkpoint}: {entry.reason}")
+    console = Console()
+    card = entry.card.model_dump(mode="json")
+    config = card.pop("config")
+    console.print_json(json.dumps(card))
+    console.print(f"configuration: hash {entry.card.config_hash}, run {config.get('name')}")
+    console.print(_layouts(entry.card), soft_wrap=True)
+    return EXIT_OK
+
+
+def verify_checkpoint(checkpoint: Path) -> int:
+    """Read every byte and compare sizes and checksums. 0 when whole, 1 with the reason otherwise."""
+    entry = verify(checkpoint)
+    if entry.state == "complete":
+        Console().print(
+            f"{checkpoint}: complete, every checksum verified ({bytes_text(entry.size)})", soft_wrap=True
+        )
+        return EXIT_OK
+    Console(stderr=True).print(f"{checkpoint}: {entry.state}: {entry.reason}", soft_wrap=True, markup=False)
+    return EXIT_ERROR
+
+
+def shards_of(checkpoint: Path) -> tuple[Card, Path]:
+    """The card and the shard folder of a checkpoint that verifies.
+
+    Raises:
+        CalmScaleError: it is damaged or unfinished; says what is wrong.
+    """
+    entry = verify(checkpoint)
+    if entry.state != "complete" or entry.card is None:
+        raise CalmScaleError(f"{checkpoint}: {entry.state}: {entry.reason}")
+    return entry.card, checkpoint / SHARDS
+
+
+def _table(folder: Path, entries: list[Entry]) -> Table:
+    table = Table(title=str(folder), title_justify="left")
+    for heading in ("step", "age", "size", "state", "loss", "written by"):
+        table.add_column(
+            heading, justify="right" if heading in {"step", "size", "loss"} else "left", overflow="fold"
+        )
+    for entry in entries:
+        card = entry.card
+        loss = card.metrics.get("eval/loss", card.metrics.get("loss")) if card else None
+        state = entry.state + (f": {entry.reason}" if entry.reason else "")
+        table.add_row(
+            str(entry.step),
+            seconds_text(entry.age_seconds),
+            bytes_text(entry.size),
+            state,
+            "" if loss is None else f"{loss:.4f}",
+            _topology(card) if card else "",
+        )
+    return table
+
+
+def _topology(card: Card) -> str:
+    shown = {k: v for k, v in card.topology.items() if not isinstance(v, bool)}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _layouts(card: Card) -> str:
+    if card.stage == "autoencoder":
+        return (
+            "Resumes on any number of ranks and any ZeRO stage; bitwise the unbroken run on the same number of ranks "
+            "and the same stage."
+        )
+    return (
+        "Resumes in any tensor × pipeline × data layout, with or without the distributed optimizer; bitwise the "
+        f"unbroken run in the layout that wrote it ({_topology(card)})."
+    )

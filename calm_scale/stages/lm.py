@@ -1,0 +1,88 @@
+"""The language-model stage: CALM or the autoregressive baseline on Megatron-core, in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from calm_scale.config import ConfigError, RunConfig
+from calm_scale.runtime.signals import StopSignals
+from calm_scale.runtime.world import init_world
+from calm_scale.stages.launch import lm_section
+from calm_scale.stages.splits import open_if_prepared, open_split
+from calm_scale.stages.training import run_loop
+from data_prep.reading import ShardDataset
+
+if TYPE_CHECKING:
+    import torch
+
+    from calm_scale.autoencoder.export import ExportCard
+    from calm_scale.autoencoder.model import Autoencoder
+
+
+def train_lm(config: RunConfig, accept: Sequence[str] = ()) -> int:
+    """Train (or go on training) the language model. Every rank runs this; returns the exit code."""
+    stop = StopSignals().install()
+    stage = lm_section(config)
+    tokens_per_sample = stage.backbone.positions * config.patch_size
+    train = open_split(config, "train", tokens_per_sample)
+    heldout = open_if_prepared(config, "heldout", tokens_per_sample)
+    world = init_world()
+    try:
+        from calm_scale.training.megatron_engine import MegatronEngine
+
+        codec, fingerprint = None, None
+        if stage.head.kind != "softmax":
+            codec, card = frozen_autoencoder(config, train, world.device)
+            fingerprint = card.fingerprint
+        engine = MegatronEngine(config, world, codec)
+        parallel = stage.parallel
+        outcome = run_loop(
+            config,
+            "lm",
+            stage.training,
+            world,
+            engine,
+            train,
+            heldout,
+            topology={
+                "world_size": world.world_size,
+                "tensor": parallel.tensor,
+                "pipeline": parallel.pipeline,
+                "virtual_pipeline": parallel.virtual_pipeline,
+                "data": engine.data_size,
+                "sequence_parallel": parallel.sequence_parallel,
+                "distributed_optimizer": parallel.distributed_optimizer,
+            },
+            autoencoder_fingerprint=fingerprint,
+            accept=accept,
+            stop=stop,
+        )
+        return outcome.exit_code
+    finally:
+        world.close()
+
+
+def frozen_autoencoder(
+    config: RunConfig, data: ShardDataset | None, device: torch.device
+) -> tuple[Autoencoder, ExportCard]:
+    """The exported autoencoder of the run, refused when it was made for other patches or another tokenizer.
+
+    Raises:
+        ConfigError: K, V, l or the tokenizer differ from the run's.
+    """
+    from calm_scale.autoencoder.export import load_export
+
+    folder = config.autoencoder_export
+    model, card = load_export(folder, device=device)
+    facts: list[tuple[str, object, object]] = [
+        ("patch_size", card.patch_size, config.patch_size),
+        ("vocab_size", card.vocab_size, config.vocab_size),
+        ("latent_size", card.latent_size, config.latent_size),
+    ]
+    if data is not None and card.tokenizer_fingerprint is not None:
+        facts.append(("tokenizer", card.tokenizer_fingerprint, data.manifest.tokenizer_fingerprint))
+    wrong = [f"{name} is {theirs}, the run has {ours}" for name, theirs, ours in facts if theirs != ours]
+    if wrong:
+        raise ConfigError(f"{folder}: this autoencoder does not fit the run: " + "; ".join(wrong))
+    return model, card

@@ -1,0 +1,84 @@
+"""What the two training stages share: data, identity, checkpoints, telemetry and the loop, wired once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from calm_scale.checkpoint.card import Identity, code_version
+from calm_scale.checkpoint.store import CheckpointStore
+from calm_scale.config import RunConfig, config_hash
+from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.signals import StopSignals
+from calm_scale.runtime.telemetry import Telemetry
+from calm_scale.runtime.world import World
+from calm_scale.stages.launch import Stage
+from calm_scale.stages.run_folder import store_config
+from calm_scale.training.attempt import open_attempt
+from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
+from calm_scale.training.engine import Engine
+from calm_scale.training.loop import Outcome, TrainingData, fit
+from data_prep.reading import ShardDataset
+
+
+def training_data(
+    training: TrainingConfig, engine: Engine, train: ShardDataset, heldout: ShardDataset | None, seed: int
+) -> TrainingData:
+    """This rank's stream of training batches and the fixed evaluation batches."""
+    plan = BatchPlan.of(training, engine.data_rank, engine.data_size)
+    batches = TrainingBatches(train, train.order(seed), plan, training.end_of_data, training.loader_workers)
+    evaluation = EvaluationBatches(heldout, plan, training.eval_samples) if heldout is not None else None
+    return TrainingData(batches, evaluation)
+
+
+def run_loop(
+    config: RunConfig,
+    stage: Stage,
+    training: TrainingConfig,
+    world: World,
+    engine: Engine,
+    train: ShardDataset,
+    heldout: ShardDataset | None,
+    *,
+    topology: dict[str, Any],
+    autoencoder_fingerprint: str | None,
+    accept: Sequence[str],
+    stop: StopSignals,
+) -> Outcome:
+    """Resume or start, train to the end or to a stop signal. Every rank calls it."""
+    folder = config.workdir / stage
+    attempt = open_attempt(folder, config.name, world)
+    document = config.model_dump(mode="json")
+    identity = Identity(
+        stage=stage,
+        run_id=attempt.run_id,
+        config=document,
+        config_hash=config_hash(config),
+        patch_size=config.patch_size,
+        vocab_size=config.vocab_size,
+        tokenizer_fingerprint=train.manifest.tokenizer_fingerprint,
+        shards_fingerprint=train.fingerprint,
+        autoencoder_fingerprint=autoencoder_fingerprint,
+        topology=topology,
+        code_version=code_version(),
+        attempt=attempt.number,
+        logging_run_id=attempt.run_id,
+    )
+    if world.is_first:
+        store_config(config)
+    telemetry = Telemetry(folder, config.logging, world, stage, attempt.run_id, attempt.number, document)
+    store = CheckpointStore(
+        folder / "checkpoints", world, training.checkpoint, run_id=attempt.run_id, say=telemetry.say
+    )
+    return fit(
+        engine,
+        training_data(training, engine, train, heldout, config.seed),
+        training,
+        store,
+        telemetry,
+        world,
+        identity=identity,
+        attempt=attempt,
+        stop=stop,
+        accept=accept,
+    )
