@@ -10,6 +10,7 @@ from calm_scale.config.lm import LMStage
 from calm_scale.lm.heads import GenerativeHead, build_head
 from calm_scale.lm.initialization import initialize_weights
 from calm_scale.lm.model import CalmModel
+from calm_scale.lm.pieces import mark_tensor_parallel
 from calm_scale.runtime.megatron import DTYPES, Layout, Precision, transformer_config
 from calm_scale.runtime.noise import stream_seed
 
@@ -51,6 +52,7 @@ def build_models(run: RunConfig, layout: Layout, precision: Precision | None = N
             device=layout.device,
         )
         models.append(model.to(layout.device))
+    mark_tensor_parallel(models)
     initialize_weights(models, run.seed, stage.backbone.init_std)
     return models
 

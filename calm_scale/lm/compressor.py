@@ -48,6 +48,20 @@ class Compressor(nn.Module):
         return self.norm(parts[0] if len(parts) == 1 else parts[0] + parts[1])
 
 
+class PlainEmbedding(nn.Module):
+    """The autoregressive baseline's input, one token a position: [b, P] → [P, b, d]."""
+
+    latent = None
+
+    def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = VocabularyEmbedding(config, vocab_size)
+
+    def forward(self, tokens: torch.Tensor, latents: torch.Tensor | None = None) -> torch.Tensor:
+        """Look up."""
+        return self.embedding(tokens)
+
+
 class TokenInput(nn.Module):
     """Embedding of the K tokens, concatenated, through a tensor-parallel two-layer network: [b, P·K] → [P, b, d]."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from calm_scale.config import RunConfig
 from calm_scale.lm.backbone import Rotary, build_backbone
-from calm_scale.lm.compressor import Compressor
+from calm_scale.lm.compressor import Compressor, PlainEmbedding
 from calm_scale.lm.heads import GenerativeHead
 from calm_scale.lm.positions import gather_all, mark_position_parallel, take_owned
 from calm_scale.lm.vocabulary import VocabularyOutput
@@ -72,11 +72,13 @@ class CalmModel(nn.Module):
         self.is_autoregressive = stage.head.kind == "softmax"
         self.splits_positions = not self.is_autoregressive and stage.parallel.head_parallelism == "position"
         self.rotary = Rotary(stage.backbone, device)
-        self.compressor = (
-            Compressor(config, run.vocab_size, run.patch_size, run.latent_size, stage.input_mode)
-            if pre_process
-            else None
-        )
+        self.compressor: Compressor | PlainEmbedding | None = None
+        if pre_process and self.is_autoregressive:
+            self.compressor = PlainEmbedding(config, run.vocab_size)
+        elif pre_process:
+            self.compressor = Compressor(
+                config, run.vocab_size, run.patch_size, run.latent_size, stage.input_mode
+            )
         self.decoder = build_backbone(
             config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
         )

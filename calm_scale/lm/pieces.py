@@ -80,6 +80,16 @@ def pieces_of(models: Sequence[CalmModel]) -> list[Piece]:
     return pieces
 
 
+def mark_tensor_parallel(models: Sequence[CalmModel]) -> None:
+    """Tell Megatron which weights are parts of a larger tensor: the others are counted once in the global norm.
+
+    Megatron sets this mark only where it initialises the weights itself, which it does not do here.
+    """
+    for piece in pieces_of(models):
+        if tuple(piece.template.local_shape) != piece.global_shape:
+            piece.parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
 def _rows(parameter: nn.Parameter, shards: Sequence[Any]) -> list[Piece]:
     pieces, start = [], 0
     for shard in shards:

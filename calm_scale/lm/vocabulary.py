@@ -21,7 +21,7 @@ def padded_size(vocab_size: int, tensor_size: int) -> int:
 
 
 class VocabularyEmbedding(nn.Module):
-    """Ids [b, P, K] → embeddings [P, b, K, d]; with sequence parallelism, this rank's slice of the P positions."""
+    """Ids [b, P, ...] → embeddings [P, b, ..., d]; with sequence parallelism, this rank's slice of the P positions."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         from megatron.core.tensor_parallel.layers import VocabParallelEmbedding

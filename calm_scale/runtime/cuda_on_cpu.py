@@ -55,7 +55,7 @@ def install() -> bool:
 
 
 def _import_megatron_uncompiled() -> None:
-    """Megatron decorates its fusions with ``torch.compile`` at import; on the CPU that buys seconds of start-up only."""
+    """Megatron decorates its fusions with ``torch.compile`` at import; on a CPU that only costs start-up time."""
     compile_ = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)  # type: ignore[assignment]
     try:

@@ -153,7 +153,12 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=not on_cuda,
         calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=True,
+        # Gloo sends from the tensor's storage while the overlapped schedule already goes on: it must stay alive.
+        deallocate_pipeline_outputs=on_cuda or parallel.virtual_pipeline == 1,
+        # Interleaved stages send activations and gradients to the same peer at once. A batched exchange matches
+        # them by order alone and mixes them up with two stages; the overlapped one keeps them apart.
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
         bias_activation_fusion=on_cuda,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
