@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from calm_scale.config import ConfigError
-from calm_scale.config.lm import EnergyHeadConfig, LMStage
+from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, LMStage
 from calm_scale.lm.heads.base import GenerativeHead
+from calm_scale.lm.heads.diffusion import DiffusionHead
 from calm_scale.lm.heads.energy import EnergyHead
+from calm_scale.lm.heads.flow import FlowHead
 
-__all__ = ["EnergyHead", "GenerativeHead", "build_head"]
+__all__ = ["DiffusionHead", "EnergyHead", "FlowHead", "GenerativeHead", "build_head"]
 
 
 def build_head(stage: LMStage, latent_size: int) -> GenerativeHead:
@@ -28,5 +30,22 @@ def build_head(stage: LMStage, latent_size: int) -> GenerativeHead:
             alpha=head.alpha,
             init_std=backbone.init_std,
             recompute=stage.parallel.recompute == "full",
+        )
+    if isinstance(head, FlowHeadConfig):
+        return FlowHead(
+            backbone.hidden_size,
+            latent_size,
+            num_blocks=stage.num_blocks,
+            num_repeats=head.num_repeats,
+            sampling_steps=head.sampling_steps,
+        )
+    if isinstance(head, DiffusionHeadConfig):
+        return DiffusionHead(
+            backbone.hidden_size,
+            latent_size,
+            num_blocks=stage.num_blocks,
+            num_repeats=head.num_repeats,
+            train_timesteps=head.train_timesteps,
+            sampling_steps=head.sampling_steps,
         )
     raise ConfigError(f"lm.head.kind: {head.kind} is not a generative head over latents")

@@ -64,6 +64,6 @@ def init_linears(module: nn.Module, init_std: float, generator: torch.Generator 
 def linear_fp32(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """A narrow last projection in fp32 (fp64 for fp64): bf16 latents would tie, and their differences vanish."""
     if x.dtype == torch.float64 or (x.dtype == torch.float32 and layer.weight.dtype == torch.float32):
-        return layer(x)  # type: ignore[no-any-return]
+        return nn.functional.linear(x, layer.weight, layer.bias)
     bias = None if layer.bias is None else layer.bias.float()
     return nn.functional.linear(x.float(), layer.weight.float(), bias)
