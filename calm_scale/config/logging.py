@@ -17,3 +17,4 @@ class LoggingConfig(Section):
     wandb_project: str = "calm-scale"
     wandb_entity: str | None = None
     progress: bool = True
+    pictures: bool = True

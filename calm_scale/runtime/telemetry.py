@@ -126,6 +126,8 @@ class Telemetry:
         self._record = None
         if self._wandb is not None:
             self._wandb.close()
+        if not self._logging.pictures:
+            return
         try:
             draw_curves(self.metrics_path, self.folder)
         except Exception as error:

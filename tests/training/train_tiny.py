@@ -16,6 +16,7 @@ if __name__ == "__main__":
     print("ready", flush=True)
 
 import numpy as np
+from tiny_engine import TinyEngine
 
 from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
@@ -28,7 +29,6 @@ from calm_scale.training.attempt import open_attempt
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
 from calm_scale.training.loop import Outcome, TrainingData, fit
 from data_prep.order import SampleOrder
-from tiny_engine import TinyEngine
 
 SEQUENCES = 50
 
@@ -78,7 +78,9 @@ def run(
         topology={"world_size": world.world_size},
         attempt=attempt.number,
     )
-    logging = LoggingConfig(wandb="disabled", interval=1, progress=False)
+    logging = LoggingConfig(
+        wandb="disabled", interval=1, progress=False, pictures=options.get("pictures", False)
+    )
     telemetry = Telemetry(folder, logging, world, "tiny", attempt.run_id, attempt.number)
     store = CheckpointStore(folder / "checkpoints", world, config.checkpoint, attempt.run_id, telemetry.say)
     samples = Sequences(options.get("sequences", SEQUENCES))
@@ -103,6 +105,7 @@ def run(
             accept=options.get("accept", ()),
             resume_step=options.get("resume_step"),
             fresh=options.get("fresh", False),
+            stop_after=options.get("stop_after"),
         )
     finally:
         if seen is not None:

@@ -1,0 +1,79 @@
+"""Which samples which rank sees at which step."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
+from data_prep.order import SampleOrder
+
+
+def plans(global_batch: int, micro_batch: int, data_size: int) -> list[BatchPlan]:
+    return [BatchPlan(global_batch, micro_batch, rank, data_size) for rank in range(data_size)]
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 3])
+def test_a_step_is_the_next_indices_whatever_the_layout(data_size: int) -> None:
+    shares = [plan.stream_indices(36) for plan in plans(12, 2, data_size)]
+    assert {share.shape for share in shares} == {(12 // data_size // 2, 2)}
+    assert sorted(np.concatenate([share.ravel() for share in shares])) == list(range(36, 48))
+
+
+def test_micro_batches_are_cut_across_ranks() -> None:
+    first, second = plans(12, 2, 2)
+    assert first.stream_indices(0).tolist() == [[0, 1], [4, 5], [8, 9]]
+    assert second.stream_indices(0).tolist() == [[2, 3], [6, 7], [10, 11]]
+
+
+def stream(tiny: ModuleType, workers: int, end_of_data: str = "repeat", count: int = 50) -> TrainingBatches:
+    return TrainingBatches(
+        tiny.Sequences(count), SampleOrder(count, 7), BatchPlan(12, 2, 0, 1), end_of_data, workers
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_workers_change_nothing(workers: int, tiny: ModuleType) -> None:
+    batches = stream(tiny, workers).iterate(step=4, consumed_samples=36)
+    for step in range(4, 12):
+        batch = next(batches)
+        expected = stream(tiny, 0).at(step, 36 + (step - 4) * 12)
+        assert batch.step == step
+        assert batch.sample_ids.flatten().tolist() == list(range(step * 12 - 12, step * 12))
+        assert batch.tokens.equal(expected.tokens)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_end_of_data_stops_before_a_partial_batch(workers: int, tiny: ModuleType) -> None:
+    ids = [batch.sample_ids.flatten().tolist() for batch in stream(tiny, workers, "stop").iterate(1, 0)]
+    assert sum(ids, []) == list(range(48))
+
+
+@pytest.mark.parametrize("consumed", [0, 37, 38, 49, 50])
+def test_the_next_epoch_holds_every_sample_once(consumed: int, tiny: ModuleType) -> None:
+    order = SampleOrder(50, 7)
+    batches = stream(tiny, 0)
+    seen = [i for start in range(0, 300, 12) for i in batches.at(1, start).sample_ids.flatten().tolist()]
+    assert sorted(order(np.array(seen[50:100]))) == list(range(50))
+    assert batches.at(1, consumed).sample_ids.flatten().tolist() == list(range(consumed, consumed + 12))
+
+
+def test_a_broken_read_reaches_the_loop(tiny: ModuleType) -> None:
+    class Broken(tiny.Sequences):  # type: ignore[misc, name-defined]
+        def __getitem__(self, index: int) -> np.ndarray:
+            raise OSError("disk gone")
+
+    with pytest.raises(OSError, match="disk gone"):
+        next(TrainingBatches(Broken(50), SampleOrder(50, 0), BatchPlan(12, 2, 0, 1)).iterate(1, 0))
+
+
+@pytest.mark.parametrize(("asked", "there", "expected"), [(24, 30, 2), (64, 30, 2), (5, 30, 1), (24, 5, 1)])
+def test_evaluation_takes_whole_global_batches(
+    asked: int, there: int, expected: int, tiny: ModuleType
+) -> None:
+    shares = [EvaluationBatches(tiny.Sequences(there), plan, asked) for plan in plans(12, 2, 2)]
+    assert [share.num_batches for share in shares] == [expected] * 2
+    ids = [i for share in shares for batch in share.iterate(3) for i in batch.sample_ids.flatten().tolist()]
+    assert sorted(ids) == list(range(12 * expected))
