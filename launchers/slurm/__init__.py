@@ -1,0 +1,1 @@
+"""Job scripts, submission, status and cancelling on SLURM."""

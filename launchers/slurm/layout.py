@@ -1,0 +1,146 @@
+"""How many nodes and tasks each stage of a run takes on a cluster; impossible layouts name the nearest possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config.cluster import ClusterConfig, StageResources
+
+Stage = Literal["prep", "autoencoder", "lm", "eval"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """Resources of one job: ``nodes`` × ``tasks_per_node`` tasks, one GPU per task where ``gpus_per_node`` > 0."""
+
+    stage: Stage
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: int
+    time: str
+    memory: str | None
+
+    @property
+    def num_tasks(self) -> int:
+        """World size of the stage."""
+        return self.nodes * self.tasks_per_node
+
+
+def stages_of(config: RunConfig) -> tuple[Stage, ...]:
+    """The stages a run has sections for, in the order of the chain."""
+    present: dict[Stage, bool] = {
+        "prep": config.prep is not None,
+        "autoencoder": config.autoencoder is not None,
+        "lm": config.lm is not None,
+        "eval": config.lm is not None,
+    }
+    return tuple(stage for stage in STAGES if present[stage])
+
+
+def shape_of(config: RunConfig, cluster: ClusterConfig, stage: Stage) -> StageShape:
+    """The job of a stage.
+
+    Raises:
+        ConfigError: the layout does not fit the cluster or the batch; names the nearest that does.
+    """
+    resources: StageResources = getattr(cluster.stages, stage)
+    gpus = 0 if stage == "prep" else cluster.gpus_per_node
+    nodes, tasks = _counts(config, cluster, stage, resources)
+    if gpus and tasks > gpus:
+        raise ConfigError(
+            f"{stage}: {tasks} tasks a node, but {cluster.name} has {gpus} GPUs a node: at most one task per GPU"
+        )
+    cpus = resources.cpus_per_task or max(1, cluster.cpus_per_node // (max(tasks, gpus) if gpus else tasks))
+    if cpus * tasks > cluster.cpus_per_node:
+        raise ConfigError(
+            f"{stage}: {tasks} tasks × {cpus} CPUs do not fit the {cluster.cpus_per_node} CPUs of a "
+            f"{cluster.name} node; at most {cluster.cpus_per_node // cpus} tasks a node, or "
+            f"cpus_per_task {max(1, cluster.cpus_per_node // tasks)}"
+        )
+    return StageShape(
+        stage=stage,
+        nodes=nodes,
+        tasks_per_node=tasks,
+        cpus_per_task=cpus,
+        gpus_per_node=min(tasks, gpus),
+        time=resources.time or cluster.max_time,
+        memory=resources.memory_per_node or cluster.memory_per_node,
+    )
+
+
+def _counts(
+    config: RunConfig, cluster: ClusterConfig, stage: Stage, resources: StageResources
+) -> tuple[int, int]:
+    if stage == "prep":
+        return resources.nodes or 1, resources.tasks_per_node or cluster.cpus_per_node
+    if stage == "eval":
+        return resources.nodes or 1, resources.tasks_per_node or 1
+    world = _world(config, stage)
+    nodes, tasks = _placed(world, cluster, stage, resources)
+    _check_layout(config, stage, nodes * tasks)
+    tensor = config.lm.parallel.tensor if stage == "lm" and config.lm is not None else 1
+    if cluster.gpus_per_node and nodes > 1 and tasks % tensor:
+        fits = [size for size in range(1, tasks + 1) if tasks % size == 0]
+        raise ConfigError(
+            f"lm: tensor parallel {tensor} would span nodes of {tasks} GPUs; sizes that stay inside one: "
+            f"{', '.join(map(str, fits))}"
+        )
+    return nodes, tasks
+
+
+def _world(config: RunConfig, stage: Stage) -> int | None:
+    """Ranks the run's layout names; None when its data-parallel size is left to the cluster."""
+    if stage == "autoencoder" and config.autoencoder is not None:
+        return config.autoencoder.zero.data
+    if config.lm is not None and config.lm.parallel.data is not None:
+        return config.lm.parallel.model_parallel * config.lm.parallel.data
+    return None
+
+
+def _placed(
+    world: int | None, cluster: ClusterConfig, stage: Stage, resources: StageResources
+) -> tuple[int, int]:
+    """Spread a world evenly over nodes."""
+    per_node = resources.tasks_per_node or cluster.gpus_per_node or None
+    if world is None:
+        return resources.nodes or 1, per_node or 1
+    nodes = resources.nodes or (-(-world // per_node) if per_node else 1)
+    tasks, rest = divmod(world, nodes)
+    if rest or tasks == 0 or (per_node and tasks > per_node):
+        limit = per_node or tasks + 1
+        low = max(1, min(tasks, limit)) * nodes
+        high = min(tasks + 1, limit) * nodes
+        near = sorted({low, high} if low != high else {low, limit * -(-world // limit)})
+        raise ConfigError(
+            f"{stage}: {world} ranks do not spread evenly over {nodes} node(s) of {limit} on {cluster.name}; "
+            f"the nearest world sizes are {' and '.join(map(str, near))}: change the data-parallel size, "
+            f"or stages.{stage}.nodes in the profile"
+        )
+    return nodes, tasks
+
+
+def _check_layout(config: RunConfig, stage: Stage, world: int) -> None:
+    if stage == "autoencoder":
+        training = config.autoencoder.training if config.autoencoder else None
+        data = world
+    else:
+        lm = config.lm
+        if lm is None:
+            return
+        replica = lm.parallel.model_parallel
+        if world % replica:
+            low = max(1, world // replica) * replica
+            raise ConfigError(
+                f"lm: {world} ranks do not hold whole replicas of tensor {lm.parallel.tensor} × pipeline "
+                f"{lm.parallel.pipeline} = {replica}; the nearest world sizes are {low} and {low + replica}"
+            )
+        training, data = lm.training, world // replica
+    if training is not None:
+        try:
+            training.accumulation(data)
+        except ValueError as error:
+            raise ConfigError(f"{stage}: {error}") from None

@@ -1,0 +1,84 @@
+"""What the controller knows: squeue, never sacct (many sites, and our tests, have no accounting database)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launchers.errors import LaunchError
+
+_FORMAT = "%i|%T|%r|%L|%S|%N|%K|%F"
+_SECONDS = 60
+ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "STAGE_OUT")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job the controller still has. ``job_id`` is ``12`` or, for an array's task, ``12_3``."""
+
+    job_id: str
+    state: str
+    reason: str
+    time_left: str
+    start: str
+    nodes: str
+
+    @property
+    def base_id(self) -> str:
+        """The id that the whole array answers to."""
+        return self.job_id.split("_")[0]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it holds nodes."""
+        return self.state in ACTIVE
+
+
+def available() -> bool:
+    """Whether this machine can talk to a SLURM at all."""
+    return shutil.which("squeue") is not None
+
+
+def queued_jobs() -> dict[str, list[QueuedJob]]:
+    """This user's jobs by base id. Empty without SLURM.
+
+    Raises:
+        LaunchError: SLURM is installed but does not answer.
+    """
+    if not available():
+        return {}
+    text = client(["squeue", "--noheader", "--me", "--array", f"--format={_FORMAT}"])
+    found: dict[str, list[QueuedJob]] = {}
+    for line in text.splitlines():
+        job_id, state, reason, left, start, nodes, *_ = line.split("|")
+        job = QueuedJob(job_id, state, reason, left, start, nodes)
+        found.setdefault(job.base_id, []).append(job)
+    return found
+
+
+def client(command: Sequence[str]) -> str:
+    """Run a SLURM command and return its output.
+
+    ``SBATCH_*`` variables are left out: they would override what stands in the scripts.
+
+    Raises:
+        LaunchError: it is missing, fails or does not answer; quotes what it said.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
+    try:
+        done = subprocess.run(
+            list(command), env=env, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{command[0]} was not found: this machine has no SLURM client. On the cluster's login node it has; "
+            "`calm-scale submit --dry-run` works without"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} did not answer within {_SECONDS} s: is the controller up?") from None
+    if done.returncode:
+        raise LaunchError(f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip()}")
+    return done.stdout.strip()

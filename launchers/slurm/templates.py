@@ -1,0 +1,178 @@
+"""Job scripts from the Jinja templates in ``slurm/``: every value is shell-quoted unless a template says `raw`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from calm_scale.config import ConfigError
+from calm_scale.config.cluster import ClusterConfig
+from launchers.errors import LaunchError
+from launchers.slurm.layout import StageShape
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "slurm"
+# sbatch expands `%j` and refuses backslashes in file names; a line break would end a directive.
+_UNSAFE_IN_PATHS = "%\\\n\r\"'"
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """One run a script serves (an array task, or the only one)."""
+
+    workdir: Path
+    config: Path
+    fingerprint: str
+    progress: Path
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """Text that goes into the script as it stands."""
+
+    text: str
+
+
+def render(
+    shape: StageShape,
+    cluster: ClusterConfig,
+    runs: Sequence[ScriptRun],
+    *,
+    title: str,
+    folder: Path,
+    working_directory: Path,
+    notice: int,
+    exclude: Sequence[str] = (),
+) -> str:
+    """The sbatch script of a stage.
+
+    Args:
+        runs: one run, or one per array task.
+        title: the run's or the sweep's name.
+        folder: where scripts and logs lie.
+        working_directory: where the job starts (relative paths of the configuration count from there).
+        notice: seconds before the time limit at which the batch shell is told.
+        exclude: nodes an earlier preflight found bad.
+
+    Raises:
+        ConfigError: a path sbatch cannot take.
+        LaunchError: the templates are missing.
+    """
+    for path in (folder, working_directory, *(run.workdir for run in runs)):
+        check_path(path)
+    environment = _environment()
+    container = cluster.container
+    mounts = _mounts(cluster, working_directory, runs)
+    values: dict[str, Any] = {
+        "stage": shape.stage,
+        "title": title,
+        "cluster_name": cluster.name,
+        "directives": [
+            _Raw(text)
+            for text in directives(shape, cluster, runs, title, folder, working_directory, notice, exclude)
+        ],
+        "runs": runs,
+        "runs_eval_script": folder / "eval.sbatch",
+        "python": cluster.python or ("python" if container else sys.executable),
+        "shape": shape,
+        "requeue": cluster.requeue,
+        "min_free_gigabytes": cluster.min_free_gigabytes,
+        "environment": cluster.environment,
+        "network_interface": cluster.network_interface,
+        "modules": cluster.modules,
+        "setup": cluster.setup,
+        "container": container,
+        "container_mounts": ",".join(mounts),
+        "mounts": mounts,
+        "preflight": cluster.preflight,
+        "eval_each_checkpoint": cluster.eval_each_checkpoint,
+        "mpi": cluster.mpi,
+    }
+    return environment.get_template(f"{shape.stage}.sbatch.j2").render(values)
+
+
+def directives(
+    shape: StageShape,
+    cluster: ClusterConfig,
+    runs: Sequence[ScriptRun],
+    title: str,
+    folder: Path,
+    working_directory: Path,
+    notice: int,
+    exclude: Sequence[str] = (),
+) -> list[str]:
+    """``#SBATCH`` options, each quoted, in a fixed order."""
+    array = len(runs) > 1
+    log = folder / "logs" / (f"{shape.stage}-%A_%a.log" if array else f"{shape.stage}-%j.log")
+    options: list[tuple[str, str | int | None]] = [
+        ("job-name", f"{title}-{shape.stage}"),
+        ("partition", cluster.partition),
+        ("account", cluster.account),
+        ("qos", cluster.qos),
+        ("constraint", cluster.constraint),
+        ("nodes", shape.nodes),
+        ("ntasks-per-node", shape.tasks_per_node),
+        ("cpus-per-task", shape.cpus_per_task),
+        ("mem", shape.memory),
+        ("time", shape.time),
+        ("array", f"0-{len(runs) - 1}" if array else None),
+        ("chdir", str(working_directory)),
+        ("output", str(log)),
+        ("open-mode", "append"),
+        ("signal", f"B:USR1@{notice}"),
+        ("exclude", ",".join(exclude) or None),
+    ]
+    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options if value is not None]
+    lines += ["--requeue", "--kill-on-invalid-dep=yes"]
+    if shape.gpus_per_node and cluster.gpu_request != "none":
+        kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
+        option = "gres=gpu:" if cluster.gpu_request == "gres" else "gpus-per-node="
+        lines.append("--" + option + shlex.quote(f"{kind}{shape.gpus_per_node}"))
+    stage_directives = getattr(cluster.stages, shape.stage).extra_directives
+    return lines + list(cluster.extra_directives) + list(stage_directives)
+
+
+def check_path(path: Path) -> None:
+    """Raises ConfigError for a path that sbatch would read as something else."""
+    found = sorted({char for char in str(path) if char in _UNSAFE_IN_PATHS})
+    if found:
+        shown = " ".join(repr(char) for char in found)
+        raise ConfigError(f"{path}: sbatch cannot take {shown} in a path; choose another workdir")
+
+
+def _mounts(cluster: ClusterConfig, working_directory: Path, runs: Sequence[ScriptRun]) -> list[str]:
+    if cluster.container is None:
+        return []
+    own = dict.fromkeys([working_directory, *(run.workdir for run in runs)])
+    return [*cluster.container.mounts, *(f"{path}:{path}" for path in own)]
+
+
+def _environment() -> jinja2.Environment:
+    if not (TEMPLATES / "job.sbatch.j2").is_file():
+        raise LaunchError(f"the job templates are missing: {TEMPLATES} holds no job.sbatch.j2")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        finalize=_quoted,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # the output is shell, not HTML: `finalize` quotes for the shell
+    )
+    environment.globals["raw"] = partial(_Raw)
+    return environment
+
+
+def _quoted(value: object) -> object:
+    """What every ``{{ … }}`` passes through."""
+    if isinstance(value, _Raw):
+        return value.text
+    if isinstance(value, jinja2.Undefined):  # left as it is, so that it raises
+        return value
+    return shlex.quote(str(value))
