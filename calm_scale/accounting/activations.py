@@ -1,0 +1,132 @@
+"""Bytes a forward pass keeps for its backward pass, per position of one micro-batch and rank.
+
+``fused`` is the CUDA path (norms keep their input, SwiGLU keeps one tensor); ``local`` the CPU path, where plain
+operations keep more. Attention keeps q, k, v, its output and one number a head: scores are never stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from calm_scale.accounting.backbone_model import lm_of
+from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, LMStage
+from calm_scale.config.run import RunConfig
+
+Kernels = Literal["fused", "local"]
+FP32 = 4
+_SCORE_CHUNK = 1 << 20
+_DRAWS = 128
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes per position (of the P · b of a micro-batch): what is kept, and the largest passing extra."""
+
+    kept: float
+    passing: float = 0.0
+
+
+def element(lm: LMStage) -> int:
+    """Bytes of one activation or weight in the training precision."""
+    return 2 if lm.training.precision == "bf16" else FP32
+
+
+def layer(config: RunConfig, kernels: Kernels) -> Saved:
+    """One Transformer layer under the run's recomputation mode."""
+    lm = lm_of(config)
+    backbone, tensor, w = lm.backbone, lm.parallel.tensor, element(lm)
+    d, kv = backbone.hidden_size, backbone.query_groups * backbone.head_dim
+    sequence = tensor if lm.parallel.sequence_parallel else 1
+    norms = 2 * (norm(config, kernels) + w * d / sequence)
+    attention = w * (d + 2 * kv) + w * (d + kv) + w * d + FP32 * backbone.num_heads
+    feedforward = (3 if kernels == "fused" else 5) * w * backbone.ffn_size
+    whole = norms + (attention + feedforward) / tensor
+    if lm.parallel.recompute == "full":
+        return Saved(w * d / sequence, whole)
+    if lm.parallel.recompute == "selective":
+        again = FP32 * backbone.num_heads / tensor
+        return Saved(whole - again, again)
+    return Saved(whole)
+
+
+def norm(config: RunConfig, kernels: Kernels) -> float:
+    """One RMSNorm: its input and one number; on the CPU path input and normalised input in fp32."""
+    lm = lm_of(config)
+    d = lm.backbone.hidden_size
+    sequence = lm.parallel.tensor if lm.parallel.sequence_parallel else 1
+    return ((element(lm) * d if kernels == "fused" else 2 * FP32 * d) + FP32) / sequence
+
+
+def input_side(config: RunConfig) -> Saved:
+    """Embeddings of the K tokens and the two-layer compressor."""
+    lm = lm_of(config)
+    d, w, tensor = lm.backbone.hidden_size, element(lm), lm.parallel.tensor
+    sequence = tensor if lm.parallel.sequence_parallel else 1
+    ids = 8 * config.patch_size
+    if lm.head.kind == "softmax":
+        return Saved(ids)
+    tokens = w * config.patch_size * d / sequence + 2 * w * 2 * d / tensor
+    latent = w * config.latent_size
+    kept = {"discrete": tokens, "continuous": latent, "both": tokens + latent}[lm.input_mode]
+    return Saved(ids + kept + (w * d + 2 * w) / sequence)
+
+
+def output_side(config: RunConfig, kernels: Kernels, positions: int) -> Saved:
+    """Final norm, head with its N samples and loss; logits and their softmax for the AR baseline.
+
+    ``positions``: P · b of the micro-batch, which bounds the workspace of the energy loss.
+    """
+    lm = lm_of(config)
+    d, w, tensor = lm.backbone.hidden_size, element(lm), lm.parallel.tensor
+    before = norm(config, kernels)
+    if lm.head.kind == "softmax":
+        sequence = tensor if lm.parallel.sequence_parallel else 1
+        vocabulary = -(-config.vocab_size // tensor)
+        return Saved(before + w * d / sequence + FP32 * vocabulary, (w + FP32) * vocabulary)
+    share = tensor if lm.parallel.head_parallelism == "position" else 1
+    head, passing = _head(lm, config.latent_size, positions // share)
+    return Saved(before + head / share, passing / share)
+
+
+def in_flight(config: RunConfig, stage: int, num_micro_batches: int) -> float:
+    """Micro-batches whose activations stage ``stage`` holds at once, in units of all its chunks.
+
+    1F1B: p − s of them. Interleaved: 2(p − s − 1) + (v − 1)·p + 1 chunk passes of 1/v each.
+    """
+    parallel = lm_of(config).parallel
+    pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
+    if virtual == 1:
+        return min(num_micro_batches, pipeline - stage)
+    passes = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
+    return min(num_micro_batches * virtual, passes) / virtual
+
+
+def _head(lm: LMStage, latent: int, rows: int) -> tuple[float, float]:
+    """Kept and passing bytes per owned position."""
+    if isinstance(lm.head, EnergyHeadConfig):
+        return _energy(lm, lm.head, latent, rows)
+    if isinstance(lm.head, FlowHeadConfig | DiffusionHeadConfig):
+        d, w = lm.backbone.hidden_size, element(lm)
+        # Time and condition vectors, then per block norm, modulation (3d), modulated input, two linear layers.
+        return w * (3 * d + lm.head.num_repeats * (4 * d + lm.num_blocks * 10 * d)), 0.0
+    return 0.0, 0.0
+
+
+def _energy(lm: LMStage, head: EnergyHeadConfig, latent: int, rows: int) -> tuple[float, float]:
+    d, w, n = lm.backbone.hidden_size, element(lm), head.num_samples
+    embedding = w * (n * (head.noise_size + d) + 3 * d)
+    block = 10 * n * d * w
+    final = n * d * (3 * w + FP32)
+    samples = 2 * FP32 * n * latent
+    kept_block = n * d * w if lm.parallel.recompute == "full" else block
+    workspace = _score_workspace(head, latent, rows)
+    passing = max(workspace, block if lm.parallel.recompute == "full" else 0.0)
+    return embedding + lm.num_blocks * kept_block + final + samples, passing
+
+
+def _score_workspace(head: EnergyHeadConfig, latent: int, rows: int) -> float:
+    """Draws of one chunk and five N × M matrices; bounded by the chunk, whatever the number of positions."""
+    n, m = head.num_samples, min(head.num_posterior, _DRAWS)
+    chunk = max(1, _SCORE_CHUNK // (max(m, n * (n - 1) // 2) * latent))
+    return FP32 * (m * latent + 5 * n * m) * min(chunk, rows) / max(rows, 1)

@@ -1,0 +1,200 @@
+"""Bytes every rank exchanges in one optimizer step, by group and collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from calm_scale.accounting.activations import FP32, element
+from calm_scale.accounting.autoencoder_model import autoencoder_components
+from calm_scale.accounting.backbone_model import is_autoregressive, lm_of
+from calm_scale.accounting.components import parameters_of
+from calm_scale.accounting.sharding import StageParameters, stage_parameters
+from calm_scale.config.base import ConfigError
+from calm_scale.config.run import RunConfig
+
+Group = Literal["tensor", "pipeline", "data"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective of one rank in one step.
+
+    Attributes:
+        group: the ranks that take part.
+        size: how many they are.
+        operation: the collective; ``send`` is to one neighbour.
+        what: what is exchanged.
+        count: calls per step.
+        bytes: size of the full tensors of all these calls together (the gathered size, the reduced size).
+    """
+
+    group: Group
+    size: int
+    operation: Operation
+    what: str
+    count: int
+    bytes: float
+
+    @property
+    def wire(self) -> float:
+        """Bytes this rank sends with ring algorithms: 2(n − 1)/n for an all-reduce, (n − 1)/n for its halves."""
+        if self.operation == "send":
+            return self.bytes
+        share = (self.size - 1) / self.size
+        return self.bytes * share * (2 if self.operation == "all_reduce" else 1)
+
+
+def language_model(config: RunConfig, data_parallel: int) -> list[list[Traffic]]:
+    """Traffic of one rank of every pipeline stage in one step."""
+    micro_batches = lm_of(config).training.accumulation(data_parallel)
+    return [
+        [
+            *_tensor(config, held, micro_batches),
+            *_pipeline(config, held, micro_batches),
+            *_data(config, held, data_parallel),
+        ]
+        for held in stage_parameters(config)
+    ]
+
+
+def autoencoder(config: RunConfig, world_size: int) -> list[Traffic]:
+    """Traffic of one rank of autoencoder training in one step; fp32 gradients and weights.
+
+    ZeRO 0 to 2 reduce the gradients once a step, 1 and 2 gather the updated weights; ZeRO 3 gathers the weights
+    for every forward and backward pass of every micro-batch and scatters the gradients after each of them.
+    """
+    stage = config.autoencoder
+    if stage is None:
+        raise ConfigError(f"run '{config.name}' has no `autoencoder` section: nothing to train")
+    if world_size == 1:
+        return []
+    whole = FP32 * parameters_of(autoencoder_components(config))
+    passes = stage.training.accumulation(world_size)
+
+    def data(operation: Operation, what: str, times: int) -> Traffic:
+        return Traffic("data", world_size, operation, what, times, whole * times)
+
+    if stage.zero.stage == 0:
+        return [data("all_reduce", "gradients", 1)]
+    if stage.zero.stage == 3:
+        return [data("all_gather", "weights", 2 * passes), data("reduce_scatter", "gradients", passes)]
+    reductions = passes if stage.zero.stage == 2 else 1
+    return [data("reduce_scatter", "gradients", reductions), data("all_gather", "weights", 1)]
+
+
+def wire_bytes(traffic: Iterable[Traffic], group: Group) -> float:
+    """Bytes one rank sends in one group."""
+    return sum(item.wire for item in traffic if item.group == group)
+
+
+def _tensor(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
+    lm = lm_of(config)
+    size = lm.parallel.tensor
+    if size == 1:
+        return []
+    found = _layers(config, held, micro_batches)
+    if held.stage == 0:
+        found += _input(config, micro_batches)
+    if held.stage == lm.parallel.pipeline - 1:
+        found += _output(config, held, micro_batches)
+    return found
+
+
+def _layers(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
+    """Two reductions a layer and direction; sequence parallelism splits each in two and gathers inputs again."""
+    lm = lm_of(config)
+    size, hidden = lm.parallel.tensor, _hidden_bytes(config)
+    layers = sum(held.layers) * micro_batches
+    forwards = 2 if lm.parallel.recompute == "full" else 1
+    if not lm.parallel.sequence_parallel:
+        calls = layers * (2 * forwards + 2)
+        return [Traffic("tensor", size, "all_reduce", "layers", calls, calls * hidden)]
+    gathers, scatters = layers * (2 * forwards + 4), layers * (2 * forwards + 2)
+    return [
+        Traffic("tensor", size, "all_gather", "layers", gathers, gathers * hidden),
+        Traffic("tensor", size, "reduce_scatter", "layers", scatters, scatters * hidden),
+    ]
+
+
+def _input(config: RunConfig, micro_batches: int) -> list[Traffic]:
+    """Embeddings of the K tokens (summed over the vocabulary shards), and the two-layer compressor."""
+    lm = lm_of(config)
+    size, hidden, m = lm.parallel.tensor, _hidden_bytes(config), micro_batches
+    embedded = hidden * config.patch_size
+    has_tokens, has_layers = lm.input_mode != "continuous", not is_autoregressive(config)
+    found: list[Traffic] = []
+    sequence = lm.parallel.sequence_parallel
+    if has_tokens:
+        reduce: Operation = "reduce_scatter" if sequence else "all_reduce"
+        found.append(Traffic("tensor", size, reduce, "embeddings", m, m * embedded))
+        if sequence:
+            found.append(Traffic("tensor", size, "all_gather", "embedding gradients", m, m * embedded))
+    if has_tokens and has_layers and sequence:
+        found.append(Traffic("tensor", size, "all_gather", "compressor", 3 * m, m * (2 * embedded + hidden)))
+        found.append(Traffic("tensor", size, "reduce_scatter", "compressor", 2 * m, m * (embedded + hidden)))
+    elif has_tokens and has_layers:
+        found.append(Traffic("tensor", size, "all_reduce", "compressor", 2 * m, m * (embedded + hidden)))
+    return found
+
+
+def _output(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
+    """Hidden states of the owned positions and, once a step, the head's partial gradients; or the logits' sums."""
+    lm = lm_of(config)
+    size, hidden, m = lm.parallel.tensor, _hidden_bytes(config), micro_batches
+    sequence = lm.parallel.sequence_parallel
+    if is_autoregressive(config):
+        scalars = FP32 * lm.training.micro_batch * lm.backbone.positions
+        found = [Traffic("tensor", size, "all_reduce", "softmax sums", 3 * m, 3 * m * scalars)]
+        if not sequence:
+            return [*found, Traffic("tensor", size, "all_reduce", "output gradients", m, m * hidden)]
+        return [
+            *found,
+            Traffic("tensor", size, "all_gather", "output", 2 * m, 2 * m * hidden),
+            Traffic("tensor", size, "reduce_scatter", "output gradients", m, m * hidden),
+        ]
+    found = []
+    if held.position_parallel:
+        gradients = FP32 * held.position_parallel
+        found.append(Traffic("tensor", size, "all_reduce", "head gradients", 1, gradients))
+        if not sequence:
+            found.append(Traffic("tensor", size, "all_gather", "hidden gradients", m, m * hidden))
+    return found
+
+
+def _pipeline(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
+    """Hidden states forwards and their gradients backwards, over every boundary of this rank's chunks."""
+    parallel = lm_of(config).parallel
+    if parallel.pipeline == 1:
+        return []
+    sequence = parallel.tensor if parallel.sequence_parallel else 1
+    one = _hidden_bytes(config) / sequence
+    is_first, is_last = held.stage == 0, held.stage == parallel.pipeline - 1
+    forward = (parallel.virtual_pipeline - (1 if is_last else 0)) * micro_batches
+    backward = (parallel.virtual_pipeline - (1 if is_first else 0)) * micro_batches
+    return [
+        Traffic("pipeline", parallel.pipeline, "send", what, count, count * one)
+        for what, count in (("hidden states", forward), ("hidden gradients", backward))
+        if count
+    ]
+
+
+def _data(config: RunConfig, held: StageParameters, data_parallel: int) -> list[Traffic]:
+    lm = lm_of(config)
+    if data_parallel == 1:
+        return []
+    gradients = FP32 * held.trained
+    if not lm.parallel.distributed_optimizer:
+        return [Traffic("data", data_parallel, "all_reduce", "gradients", 1, gradients)]
+    return [
+        Traffic("data", data_parallel, "reduce_scatter", "gradients", 1, gradients),
+        Traffic("data", data_parallel, "all_gather", "weights", 1, element(lm) * held.trained),
+    ]
+
+
+def _hidden_bytes(config: RunConfig) -> float:
+    """One micro-batch of hidden states [P, b, d]."""
+    lm = lm_of(config)
+    return float(element(lm) * lm.training.micro_batch * lm.backbone.positions * lm.backbone.hidden_size)

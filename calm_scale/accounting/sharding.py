@@ -1,0 +1,91 @@
+"""What one rank of one pipeline stage holds: components by stage, and how tensor parallelism cuts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from calm_scale.accounting.autoencoder_model import autoencoder_components
+from calm_scale.accounting.backbone_model import (
+    input_components,
+    is_autoregressive,
+    layer_components,
+    lm_of,
+)
+from calm_scale.accounting.components import Component, parameters_of
+from calm_scale.accounting.layout import balance
+from calm_scale.accounting.model import head_components
+from calm_scale.config.run import RunConfig
+
+ROW_PARALLEL = "input.contract"
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Parameters on one rank of one pipeline stage.
+
+    Attributes:
+        trained: weights with gradient and optimizer state.
+        position_parallel: those of them (the head) whose gradients are summed over the tensor-parallel group.
+        frozen: the frozen autoencoder, where this stage needs it.
+    """
+
+    stage: int
+    layers: tuple[int, ...]
+    trained: int
+    position_parallel: int
+    frozen: int
+
+
+def stage_parameters(config: RunConfig) -> list[StageParameters]:
+    """Parameters per rank, for every pipeline stage in order."""
+    parallel = lm_of(config).parallel
+    layers, stages = balance(config), parallel.pipeline
+    found = []
+    for stage in range(stages):
+        mine = layers[stage::stages]
+        first, last = stage == 0, stage == stages - 1
+        trained = sum(mine) * sum(local_parameters(config, c) for c in _one_layer(config))
+        if first:
+            trained += sum(local_parameters(config, c) for c in input_components(config))
+        head = 0
+        if last:
+            trained += lm_of(config).backbone.hidden_size
+            head = sum(local_parameters(config, c) for c in head_components(config))
+        replicated_head = last and not is_autoregressive(config) and parallel.head_parallelism == "position"
+        found.append(
+            StageParameters(
+                stage=stage,
+                layers=mine,
+                trained=trained + head,
+                position_parallel=head if replicated_head and parallel.tensor > 1 else 0,
+                frozen=_frozen(config, first=first, last=last),
+            )
+        )
+    return found
+
+
+def local_parameters(config: RunConfig, component: Component) -> int:
+    """This component's parameters on one tensor-parallel rank.
+
+    Vocabulary tables are padded to a multiple of the group first. Norms, the head (each rank computes its own
+    positions) and the latent input are replicated; a row-parallel layer keeps its whole bias.
+    """
+    tensor, d = lm_of(config).parallel.tensor, lm_of(config).backbone.hidden_size
+    if component.part in ("embedding", "output"):
+        return -(-config.vocab_size // tensor) * d
+    if component.name == ROW_PARALLEL:
+        return (component.parameters - d) // tensor + d
+    if component.part == "head" or "norm" in component.name or component.name == "input.latent":
+        return component.parameters
+    return component.parameters // tensor
+
+
+def _one_layer(config: RunConfig) -> list[Component]:
+    return layer_components(lm_of(config).backbone, 0)
+
+
+def _frozen(config: RunConfig, *, first: bool, last: bool) -> int:
+    if is_autoregressive(config):
+        return 0
+    reads_latents = lm_of(config).input_mode != "discrete"
+    return parameters_of(autoencoder_components(config)) if last or (first and reads_latents) else 0
