@@ -1,0 +1,127 @@
+"""How well a text fits a model without a likelihood: the energy score of its patches under the head's samples.
+
+    E_i = (2/NM) Σ_n Σ_m ‖z_m − ẑ_n‖^α − (1/N(N−1)) Σ_{n≠k} ‖ẑ_n − ẑ_k‖^α
+
+with z_m from the autoencoder's posterior of the true patch i and ẑ_n from the model: the training loss, so lower
+is better. It ranks texts under one model; its scale belongs to the autoencoder's latent space, so values of models
+with different autoencoders do not compare. The baseline's counterpart is its cross-entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from calm_scale.evaluation.brier import EvaluationError
+from calm_scale.lm.energy_score import energy_score
+from calm_scale.runtime.noise import PositionNoise, stream_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LatentModel(Protocol):
+    """A patch model that shows its latents."""
+
+    patch_size: int
+    vocab_size: int
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """See ``PatchModel``."""
+        ...
+
+    def draw_latents(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+        """The head's samples ``[num_samples, ..., l]`` for hidden ``[..., d]``."""
+        ...
+
+    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The frozen autoencoder's (mean, log σ) ``[..., l]`` of patches ``[..., K]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """Lower is better. ``per_token`` is what to rank by; tokens of the first patch and of a last partial one
+    have no score and are counted in ``num_unscored``."""
+
+    kind: Literal["energy", "cross-entropy"]
+    per_patch: float
+    per_token: float
+    num_patches: int
+    num_unscored: int
+
+
+def score_texts(
+    model: Any,
+    texts: Sequence[Sequence[int]],
+    *,
+    num_context: Sequence[int] | None = None,
+    num_samples: int = 32,
+    num_posterior: int = 32,
+    alpha: float = 1.0,
+    seed: int = 0,
+) -> list[TextScore]:
+    """Scores token sequences under a model; texts get the same noise, which makes their ranking steadier.
+
+    Args:
+        model: a ``LatentModel`` (energy score) or a ``TokenModel`` (cross-entropy).
+        texts: token ids of each text, with its BOS if it has one.
+        num_context: leading tokens of each text that are given, not scored (a prompt). A patch counts as soon as
+            one of its tokens is beyond the context.
+        num_samples, num_posterior: N ≥ 2 and M.
+
+    Raises:
+        EvaluationError: a text with no patch to score, or a model that shows neither latents nor probabilities.
+    """
+    context = num_context or [0] * len(texts)
+    energy = hasattr(model, "draw_latents") and hasattr(model, "encode")
+    if not energy and not hasattr(model, "log_probs"):
+        raise EvaluationError(
+            "this model shows neither latents nor token probabilities: it cannot score a text"
+        )
+    k = model.patch_size
+    device = getattr(model, "device", torch.device("cpu"))
+    scores = []
+    for number, (ids, given) in enumerate(zip(texts, context, strict=True)):
+        num_patches = len(ids) // k
+        first = max(1, given // k)
+        if num_patches <= first:
+            raise EvaluationError(
+                f"text {number} has {len(ids)} tokens of which {given} are given: no whole patch of {k} tokens "
+                "beyond the first is left to score"
+            )
+        tokens = torch.tensor(list(ids[: num_patches * k]), device=device)[None]
+        with torch.no_grad():
+            hidden = model.hidden(tokens)[:, first - 1 : num_patches - 1]
+            if energy:
+                patches = tokens.view(1, num_patches, k)[:, first:]
+                each = _energy(model, hidden, patches, num_samples, num_posterior, alpha, seed)
+            else:
+                each = -model.log_probs(hidden).gather(-1, tokens[:, first:, None])
+        mean = float(each.double().mean())
+        scored = num_patches - first
+        scores.append(
+            TextScore("energy" if energy else "cross-entropy", mean, mean / k, scored, len(ids) - scored * k)
+        )
+    return scores
+
+
+def _energy(
+    model: LatentModel,
+    hidden: Tensor,
+    patches: Tensor,
+    num_samples: int,
+    num_posterior: int,
+    alpha: float,
+    seed: int,
+) -> Tensor:
+    """Energy score of each patch: hidden ``[1, p, d]``, patches ``[1, p, K]`` → ``[1, p]``."""
+    generator = torch.Generator(hidden.device)
+    generator.manual_seed(stream_seed("text score", seed))
+    samples = model.draw_latents(hidden, num_samples, generator).movedim(0, -2)
+    mean, log_std = model.encode(patches)
+    noise = PositionNoise(seed, 0, [0], range(patches.shape[1]), namespace="eval", device=hidden.device)
+    return energy_score(samples, mean, log_std, noise, num_posterior=num_posterior, alpha=alpha)
