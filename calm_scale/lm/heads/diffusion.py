@@ -64,7 +64,7 @@ class DiffusionHead(GenerativeHead):
         index = (noise.uniform("diffusion/time", repeats) * self.train_timesteps).long()
         alpha_bar = cosine_alpha_bar(self.train_timesteps).to(latent)[index][..., None]
         x = alpha_bar.sqrt() * latent + (1 - alpha_bar).sqrt() * epsilon
-        guess = self.net(x, index / self.train_timesteps, self.net.condition(hidden))
+        guess: torch.Tensor = self.net(x, index / self.train_timesteps, self.net.condition(hidden))
         return (guess.float() - epsilon).square().mean((-1, -2))
 
     def sample(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:

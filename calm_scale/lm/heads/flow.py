@@ -46,7 +46,7 @@ class FlowHead(GenerativeHead):
         end += mean.float().unsqueeze(-2)
         time = noise.uniform("flow/time", repeats)
         x = torch.lerp(start, end, time[..., None])
-        velocity = self.net(x, time, self.net.condition(hidden))
+        velocity: torch.Tensor = self.net(x, time, self.net.condition(hidden))
         return (velocity.float() - (end - start)).square().mean((-1, -2))
 
     def sample(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
