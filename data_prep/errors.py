@@ -19,3 +19,18 @@ class SourceError(PrepError):
 
 class TokenizerError(PrepError):
     """A tokenizer cannot be loaded, or two encoders disagree."""
+
+
+class EncoderMismatchError(TokenizerError):
+    """A fast encoder gave other ids than the reference on a document of the corpus.
+
+    ``reference`` names the encoder that is right.
+    """
+
+    def __init__(self, text: str, reference: str) -> None:
+        super().__init__(text, reference)
+        self.text, self.reference = text, reference
+
+    def __str__(self) -> str:
+        """The message alone."""
+        return self.text

@@ -142,6 +142,8 @@ class ShardWriter:
     >>> writer = ShardWriter(path, np.dtype("<u4"), alignment=8, sequence_length=8192, max_id=128_255)
     >>> writer.append(ids)          # any number of ids, any number of times
     >>> header, tail = writer.close()
+
+    ``tag`` distinguishes the temporary files of writers that may meet at one path.
     """
 
     def __init__(
@@ -152,9 +154,10 @@ class ShardWriter:
         alignment: int,
         sequence_length: int,
         max_id: int,
+        tag: str = "",
     ) -> None:
         self.path = path
-        self._part = path.with_name(path.name + ".part")
+        self._part = path.with_name(f"{path.name}{tag}.part")
         self._dtype, self._alignment, self._length, self._limit = dtype, alignment, sequence_length, max_id
         self._carry: NDArray[np.unsignedinteger] = np.empty(0, dtype)
         self._digest = xxhash.xxh64()

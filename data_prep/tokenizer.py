@@ -13,9 +13,9 @@ import xxhash
 
 from calm_scale.config.data import TokenizerConfig
 from data_prep.encoders import Encoder, Flat, TokenizersEncoder, build_encoder
-from data_prep.errors import TokenizerError
+from data_prep.errors import EncoderMismatchError, TokenizerError
 from data_prep.manifest import write_atomically
-from data_prep.probe import PROBE_VERSION, fingerprint, verify
+from data_prep.probe import PROBE_VERSION, fingerprint, first_difference, verify
 from data_prep.tokenizer_spec import TokenizerSpec, read_spec
 
 
@@ -63,7 +63,27 @@ class Tokenizer:
     @cached_property
     def judge(self) -> Encoder:
         """The encoder the corpus sample is checked against: tiktoken for its ranks, ``tokenizers`` otherwise."""
-        return build_encoder("tiktoken", self._spec) if self._spec.ranks else self.reference
+        return build_encoder("tiktoken", self._spec) if self.judge_name == "tiktoken" else self.reference
+
+    def check(self, text: str) -> None:
+        """Compare the fast encoder with the reference on one document.
+
+        Raises:
+            EncoderMismatchError: the ids differ.
+        """
+        if self.encoder_name == self.judge_name:
+            return
+        difference = first_difference(self._encoder, self.judge, [text])
+        if difference is not None:
+            raise EncoderMismatchError(
+                f"{difference}. Set tokenizer.encoder: {self.judge_name}, or tokenizer.on_mismatch: fallback",
+                self.judge_name,
+            )
+
+    @property
+    def judge_name(self) -> str:
+        """Name of the encoder the corpus is checked against."""
+        return "tiktoken" if self._spec.ranks and find_spec("tiktoken") else "tokenizers"
 
     @cached_property
     def _special_ids(self) -> set[int]:

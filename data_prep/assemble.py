@@ -1,0 +1,267 @@
+"""From finished segments to finished splits: tails joined in order, counts summed, manifests written last."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.documents import HARMLESS
+from data_prep.errors import PrepError
+from data_prep.journal import Journal
+from data_prep.manifest import (
+    DocumentCounts,
+    Manifest,
+    ShardEntry,
+    SourceEntry,
+    TokenCounts,
+)
+from data_prep.plan import Plan, Split
+from data_prep.record import SegmentRecord, SplitOutput
+from data_prep.report import QUARANTINE_NAME
+from data_prep.shards import SUFFIX, ShardWriter
+from data_prep.tokenizer import Tokenizer
+
+
+@dataclass
+class Totals:
+    """Sums over every segment that is used."""
+
+    read: int = 0
+    filtered: int = 0
+    duplicates: int = 0
+    text_bytes: int = 0
+    quarantined: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    corrupt: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> int:
+        """Records lost: blank lines and empty documents are none."""
+        return sum(count for kind, count in self.quarantined.items() if kind not in HARMLESS)
+
+    @property
+    def kept(self) -> int:
+        """Documents stored."""
+        return self.read - self.filtered - self.duplicates - sum(self.quarantined.values())
+
+
+def collect(plan: Plan, journal: Journal) -> tuple[list[SegmentRecord], Totals]:
+    """Every segment's record, in order, and their sums; inputs given up as corrupt are left out.
+
+    Raises:
+        PrepError: a segment is missing.
+    """
+    records: list[SegmentRecord] = []
+    totals = Totals()
+    for item, source in enumerate(plan.inputs):
+        found = _records_of(journal, item)
+        broken = next((r.corrupt for r in found if r.corrupt), None)
+        if broken:
+            totals.corrupt[source.name] = broken
+            continue
+        if not found or not found[-1].last:
+            raise PrepError(f"{source.name} was not read to its end; rerun prep")
+        records += found
+    for record in records:
+        totals.read += record.read
+        totals.filtered += record.filtered
+        totals.duplicates += record.duplicates
+        totals.text_bytes += record.text_bytes
+        totals.quarantined.update(record.quarantined)
+        totals.notes.update(record.notes)
+    return records, totals
+
+
+def _records_of(journal: Journal, item: int) -> list[SegmentRecord]:
+    """Records 0, 1, … of one input up to its last; every record there is, when one of them is corrupt."""
+    found: list[SegmentRecord] = []
+    while (record := journal.read_record(item, len(found))) is not None:
+        found.append(record)
+        if record.last:
+            return found
+    stray = [
+        journal.read_record(item, int(p.stem[7:])) for p in journal.root.glob(f"records/{item:06d}-*.json")
+    ]
+    return [r for r in stray if r is not None and r.corrupt] or found
+
+
+def write_rejected(plan: Plan, journal: Journal, records: list[SegmentRecord], totals: Totals) -> Path | None:
+    """Join the rejected records of all segments, in order, into ``data/quarantine.jsonl``."""
+    target = journal.data_dir / QUARANTINE_NAME
+    target.unlink(missing_ok=True)
+    if not totals.quarantined:
+        return None
+    part = target.with_name(target.name + ".part")
+    with part.open("wb") as out:
+        for record in records:
+            piece = journal.record_path(record.item, record.segment).with_suffix(".rejected")
+            if piece.exists():
+                with piece.open("rb") as file:
+                    shutil.copyfileobj(file, out)
+    part.replace(target)
+    return target
+
+
+def check_limit(plan: Plan, totals: Totals, rejected: Path | None) -> None:
+    """End the run when too much was bad, or nothing was good.
+
+    Raises:
+        PrepError: says how much, of what kinds, and where the records are.
+    """
+    where = f"; every one is in {rejected} with its file and line" if rejected else ""
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(totals.quarantined.items()))
+    if not totals.kept:
+        gone = "; ".join(totals.corrupt.values())
+        raise PrepError(
+            f"no document is left of {totals.read} records read ({kinds or gone or 'all filtered out or none there'})"
+            f"{where}"
+        )
+    considered = totals.kept + totals.bad + totals.duplicates + totals.filtered
+    share = totals.bad / considered
+    if share > plan.prep.max_bad_fraction:
+        raise PrepError(
+            f"{totals.bad} of {considered} records are bad ({share:.3%} > prep.max_bad_fraction "
+            f"{plan.prep.max_bad_fraction:.3%}): {kinds}{where}. Repair the input, or raise the limit and rerun "
+            "(finished work is kept)"
+        )
+
+
+def write_split(
+    plan: Plan,
+    journal: Journal,
+    tokenizer: Tokenizer,
+    split: Split,
+    records: list[SegmentRecord],
+    totals: Totals,
+) -> Manifest:
+    """Write the tail shards of one split and build its manifest (not yet written).
+
+    Raises:
+        PrepError: the split did not get one whole sequence.
+    """
+    prep = plan.prep
+    shards: list[ShardEntry] = []
+    left = 0
+    for source in range(len(prep.sources)):
+        mine = [r for r in records if plan.inputs[r.item].source == source]
+        shards += [entry for r in mine for entry in r.splits[split.name].shards]
+        entry, tail = _join_tails(plan, journal, split, source, mine)
+        shards += entry
+        left += tail
+    outputs = [r.splits[split.name] for r in records]
+    num_sequences = sum(s.num_sequences for s in shards)
+    tokens = TokenCounts(
+        text=sum(o.text_tokens for o in outputs),
+        bos=sum(o.bos for o in outputs),
+        eos=sum(o.eos for o in outputs),
+        padding=sum(o.padding for o in outputs),
+        tail=left,
+        stored=num_sequences * prep.sequence_length,
+    )
+    if not num_sequences:
+        _refuse_starved(plan, split, tokens, records)
+    kept = sum(o.documents for o in outputs)
+    return Manifest(
+        split=split.name,
+        dtype=plan.dtype,
+        alignment=prep.alignment,
+        sequence_length=prep.sequence_length,
+        num_sequences=num_sequences,
+        vocab_size=plan.vocab_size,
+        max_id=max(s.max_id for s in shards),
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+        add_bos=tokenizer.add_bos,
+        add_eos=tokenizer.add_eos,
+        packing=prep.packing,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer=tokenizer.name,
+        documents=DocumentCounts(
+            read=totals.read,
+            kept=kept,
+            other_splits=totals.kept - kept,
+            filtered=totals.filtered,
+            duplicates=totals.duplicates,
+            quarantined=dict(sorted(totals.quarantined.items())),
+        ),
+        tokens=tokens,
+        sources=_sources(plan, shards),
+        shards=shards,
+        length_histogram=_sum_histograms(outputs),
+        notes=dict(sorted(totals.notes.items())),
+        provenance={
+            "plan": plan.key,
+            "inputs": [{"name": i.name, "bytes": i.size, "identity": i.identity} for i in plan.inputs],
+            "corrupt_inputs": totals.corrupt,
+            "share_of_documents": [split.low, split.high],
+        },
+    )
+
+
+def _join_tails(
+    plan: Plan, journal: Journal, split: Split, source: int, records: list[SegmentRecord]
+) -> tuple[list[ShardEntry], int]:
+    """What the segments left over, one after the other, as one more shard; the last ids are the tail."""
+    prep = plan.prep
+    dtype = np.dtype(plan.dtype).newbyteorder("<")
+    writer = ShardWriter(
+        journal.data_dir / split.name / f"tail-{source:06d}{SUFFIX}",
+        dtype,
+        alignment=prep.alignment,
+        sequence_length=prep.sequence_length,
+        max_id=plan.vocab_size - 1,
+    )
+    for record in records:
+        path = journal.record_path(record.item, record.segment).with_suffix(f".{split.name}.tail")
+        writer.append(np.fromfile(path, dtype))
+    header, tail = writer.close()
+    if header is None:
+        return [], len(tail)
+    entry = ShardEntry(
+        name=writer.path.name,
+        num_sequences=header.num_sequences,
+        checksum=f"{header.checksum:016x}",
+        max_id=header.max_id,
+        source=source,
+        origin="ends of all segments",
+    )
+    return [entry], len(tail)
+
+
+def _refuse_starved(plan: Plan, split: Split, tokens: TokenCounts, records: list[SegmentRecord]) -> None:
+    length = plan.prep.sequence_length
+    everything = sum(
+        o.text_tokens + o.bos + o.eos + o.padding for record in records for o in record.splits.values()
+    )
+    if everything < length or split.name == "train":
+        raise PrepError(
+            f"the split {split.name!r} got {tokens.tail} of {everything} tokens, less than one sequence of {length}: "
+            "add text or lower prep.sequence_length"
+        )
+    raise PrepError(
+        f"prep.splits.{split.name} = {split.high - split.low:g} gives the split {split.name!r} {tokens.tail} tokens, "
+        f"less than one sequence of {length}: the smallest share that works with this corpus is about "
+        f"{min(1.0, 1.2 * length / everything):.2g}"
+    )
+
+
+def _sources(plan: Plan, shards: list[ShardEntry]) -> list[SourceEntry]:
+    given = Counter[int]()
+    for shard in shards:
+        given[shard.source] += shard.num_sequences
+    return [
+        SourceEntry(name=s.dataset or ", ".join(s.paths), weight=s.weight, num_sequences=given[number])
+        for number, s in enumerate(plan.prep.sources)
+    ]
+
+
+def _sum_histograms(outputs: list[SplitOutput]) -> list[int]:
+    total = np.zeros(64, np.int64)
+    for output in outputs:
+        total[: len(output.length_histogram)] += np.asarray(output.length_histogram, np.int64)
+    return [int(n) for n in np.trim_zeros(total, "b")]

@@ -1,0 +1,192 @@
+"""The work folder ``data/.prep``: one lock, the plan, a record per finished segment, and claims of work.
+
+A segment's record is written (atomically) after its shards have their final names, so what a record says is
+there, is there, whenever the process was killed. Claims belong to one attempt; a new attempt starts with none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from data_prep.errors import PrepError
+from data_prep.manifest import write_atomically
+from data_prep.plan import Plan
+from data_prep.record import SegmentRecord
+
+WORK_FOLDER = ".prep"
+
+
+class FolderLock:
+    """One prep per data folder. The kernel drops the lock when the process dies, however it dies."""
+
+    def __init__(self, data_dir: Path) -> None:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        self._path = data_dir / ".prep.lock"
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> FolderLock:
+        """Take the lock.
+
+        Raises:
+            PrepError: another prep holds it; says which.
+        """
+        file = self._path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise PrepError(
+                f"another prep is writing {self._path.parent} ({holder}); wait for it, or end it first"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        self._file = file
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Paths and records under ``data_dir/.prep``; ``attempt`` names this run's claims."""
+
+    data_dir: Path
+    attempt: str
+
+    @property
+    def root(self) -> Path:
+        """The work folder."""
+        return self.data_dir / WORK_FOLDER
+
+    @property
+    def attempt_dir(self) -> Path:
+        """Claims, progress and errors of this attempt."""
+        return self.root / f"attempt-{self.attempt}"
+
+    def open(self, plan: Plan, *, restart: bool) -> None:
+        """Adopt the folder for ``plan``: keep what an interrupted run of the same plan finished.
+
+        Raises:
+            PrepError: the folder holds unfinished work of another plan (and ``restart`` is off).
+        """
+        if restart:
+            self.clear()
+        self.refuse_other_plan(plan, "the unfinished work of a prep")
+        for name in (*(f"{split.name}/manifest.json" for split in plan.splits), "manifest.json"):
+            (self.data_dir / name).unlink(missing_ok=True)
+        for leftover in (*self.root.glob("attempt-*"),):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for part in (*self.data_dir.rglob("*.part"),):
+            part.unlink(missing_ok=True)
+        for folder in (self.root / "records", self.attempt_dir / "claims", self.attempt_dir / "progress"):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._stated, json.dumps({"key": plan.key, "settings": plan.settings}) + "\n")
+
+    @property
+    def _stated(self) -> Path:
+        return self.data_dir / "plan.json"
+
+    def refuse_other_plan(self, plan: Plan, what: str) -> None:
+        """Refuse a folder whose work belongs to another plan.
+
+        Raises:
+            PrepError: names what differs.
+        """
+        if not self._stated.exists():
+            return
+        old = json.loads(self._stated.read_text(encoding="utf-8"))
+        if old.get("key") != plan.key:
+            changed = "; ".join(differences(old.get("settings", {}), plan.settings)[:6])
+            raise PrepError(
+                f"{self.data_dir} holds {what} with other settings or inputs ({changed}). Nothing was mixed: put "
+                "them back, choose another folder, or discard the old work with --restart"
+            )
+
+    def clear(self) -> None:
+        """Remove every shard, manifest and record of earlier work."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        for pattern in (
+            "*/*.shard",
+            "*/*.part",
+            "*/manifest.json",
+            "manifest.json",
+            "plan.json",
+            "quarantine.jsonl",
+        ):
+            for path in self.data_dir.glob(pattern):
+                path.unlink()
+
+    def record_path(self, item: int, segment: int) -> Path:
+        """Where the record of (input, segment) stands; its tails and rejected lines stand beside it."""
+        return self.root / "records" / f"{item:06d}-{segment:06d}.json"
+
+    def read_record(self, item: int, segment: int) -> SegmentRecord | None:
+        """The record of a finished segment, if its shards are all there."""
+        path = self.record_path(item, segment)
+        try:
+            record = SegmentRecord.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise PrepError(f"{path} is damaged; discard the unfinished work with --restart") from None
+        whole = all(
+            (self.data_dir / name / s.name).exists()
+            for name, out in record.splits.items()
+            for s in out.shards
+        )
+        return record if whole else None
+
+    def write_record(self, record: SegmentRecord) -> None:
+        """The commit of a segment."""
+        write_atomically(self.record_path(record.item, record.segment), record.model_dump_json() + "\n")
+
+    def claim(self, name: str) -> bool:
+        """Take ``name`` for this process; False when it was taken. Atomic on every file system."""
+        try:
+            os.close(os.open(self.attempt_dir / "claims" / name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def fail(self, rank: int, text: str) -> None:
+        """Tell every process of this attempt to stop, and why."""
+        path = self.attempt_dir / f"error-{rank:05d}"
+        try:
+            write_atomically(path, text)
+        except OSError:  # a full disk: an empty file needs no space
+            path.touch()
+
+    def failed(self) -> bool:
+        """Whether a process of this attempt has failed."""
+        return any(self.attempt_dir.glob("error-*"))
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Key paths whose values differ, with both values, shortened."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*old, *(k for k in new if k not in old)]
+        return [d for k in keys for d in differences(old.get(k), new.get(k), f"{path}.{k}".lstrip("."))]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [
+            d
+            for i, (a, b) in enumerate(zip(old, new, strict=True))
+            for d in differences(a, b, f"{path}[{i}]")
+        ]
+    return [] if old == new else [f"{path}: {_short(old)} → {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

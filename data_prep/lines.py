@@ -1,0 +1,143 @@
+"""Whole lines of a text stream in numbered segments.
+
+Segment k of a file is the lines that *start* in [k · S, (k + 1) · S) bytes of its text. That depends on the file
+and S alone, so any worker finds the same lines in the same segment, whatever it read before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from data_prep.streams import ByteStream
+
+BLOCK_BYTES = 4 << 20
+LINE_LIMIT = 256 << 20
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Whole lines; ``first_line`` is the number of the first,
+    counted from 1 at the point where reading began. ``overlong``: the start of one line that
+    is longer than the limit (the rest of it was dropped)."""
+
+    data: bytes
+    first_line: int
+    overlong: bool = False
+
+
+class LineStream:
+    """Reads segments of one file in increasing order.
+
+    Attributes:
+        ended: the stream was read to its verified end: no line starts after what was yielded.
+    """
+
+    def __init__(self, path: Path, kind: str, segment_bytes: int, first_segment: int = 0) -> None:
+        self._path, self._segment_bytes = path, segment_bytes
+        # A plain file can be entered anywhere; a compressed one is decompressed from its start.
+        self._start = max(0, first_segment * segment_bytes - 1) if kind == "plain" else 0
+        self.stream = ByteStream(path, kind, self._start)
+        self._chunks = self.stream.chunks()
+        self._waiting = b""
+        self._position = self._start  # of the first byte of _waiting
+        self._line = 1
+        self.ended = False
+        if not self._start and self._more() and self._waiting.startswith(BOM):
+            self.stream.notes["byte_order_marks"] += 1
+            self._advance(len(BOM))
+
+    @cached_property
+    def lines_skipped(self) -> int:
+        """Lines before the point where reading began: add it to a block's line number for the true one."""
+        return _newlines_before(self._path, self._start)
+
+    def blocks(self, segment: int) -> Iterator[LineBlock]:
+        """The lines of ``segment``, in blocks of about 4 MiB."""
+        self._skip_to(segment * self._segment_bytes)
+        end = (segment + 1) * self._segment_bytes
+        while self._position < end and (self._waiting or self._more()):
+            pieces: list[bytes] = []
+            size = 0
+            while size < BLOCK_BYTES and self._position < end and (self._waiting or self._more()):
+                pieces.append(self._advance(min(len(self._waiting), end - self._position)))
+                size += len(pieces[-1])
+            yield from self._whole_lines(pieces, end)
+        self.ended = not self._waiting and not self._more()
+
+    def _whole_lines(self, pieces: list[bytes], end: int) -> Iterator[LineBlock]:
+        """Yield whole lines; the line that is cut goes back, or is read to its end when it crosses ``end`` or
+        fills the block."""
+        cut = pieces[-1].rfind(b"\n") + 1
+        if cut == len(pieces[-1]):
+            yield self._block(b"".join(pieces))
+            return
+        if cut and self._position < end:
+            rest = pieces[-1][cut:]
+            pieces[-1] = pieces[-1][:cut]
+            self._waiting = rest + self._waiting
+            self._position -= len(rest)
+            yield self._block(b"".join(pieces))
+            return
+        overlong = self._finish_line(pieces)
+        data = b"".join(pieces)
+        if not overlong:
+            yield self._block(data)
+            return
+        cut = data.rfind(b"\n", 0, len(data) - 1) + 1
+        if cut:
+            yield self._block(data[:cut])
+        yield self._block(data[cut:], overlong=True)
+
+    def _finish_line(self, pieces: list[bytes]) -> bool:
+        """Append the rest of the line; True when it is over the limit (what exceeds it is dropped)."""
+        size = sum(map(len, pieces))
+        while self._waiting or self._more():
+            at = self._waiting.find(b"\n")
+            piece = self._advance(at + 1 if at >= 0 else len(self._waiting))
+            size += len(piece)
+            if size <= LINE_LIMIT:
+                pieces.append(piece)
+            if at >= 0:
+                break
+        return size > LINE_LIMIT
+
+    def _block(self, data: bytes, overlong: bool = False) -> LineBlock:
+        block = LineBlock(data[:4096] if overlong else data, self._line, overlong)
+        self._line += 1 if overlong else data.count(b"\n")
+        return block
+
+    def _advance(self, size: int) -> bytes:
+        piece, self._waiting = self._waiting[:size], self._waiting[size:]
+        self._position += size
+        return piece
+
+    def _more(self) -> bool:
+        while not self._waiting:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return False
+            self._waiting = chunk
+        return True
+
+    def _skip_to(self, start: int) -> None:
+        """Move to the first line that starts at or after ``start``."""
+        while self._position < start and (self._waiting or self._more()):
+            before_last = start - 1 - self._position  # a line ending at start - 1 makes one start at start
+            at = self._waiting.find(b"\n", max(0, before_last))
+            passed = self._advance(at + 1 if at >= 0 else len(self._waiting))
+            self._line += passed.count(b"\n")
+            if at >= 0:
+                return
+
+
+def _newlines_before(path: Path, end: int) -> int:
+    count = 0
+    with path.open("rb") as file:
+        while end > 0 and (piece := file.read(min(end, 1 << 22))):
+            count += piece.count(b"\n")
+            end -= len(piece)
+    return count

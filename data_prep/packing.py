@@ -1,0 +1,126 @@
+"""Framed documents → the stream of ids that is cut into sequences.
+
+``concat``: one after the other, as the paper does. ``aligned``: each document padded to a multiple of K.
+``best-fit``: whole documents (K-aligned) placed where they fit best, so that no document is cut unless it is
+longer than a sequence; every sequence is padded to its end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.uint32]
+Offsets = NDArray[np.int64]
+
+WINDOW_TOKENS = 4 << 20
+
+
+class Packer(Protocol):
+    """Takes documents in order, gives ids in order. ``padding`` counts pad ids emitted so far."""
+
+    padding: int
+
+    def add(self, ids: Ids, offsets: Offsets) -> Ids:
+        """Documents ids[offsets[i]:offsets[i+1]] → ids ready to be stored."""
+        ...
+
+    def finish(self) -> Ids:
+        """What was held back."""
+        ...
+
+
+class ConcatPacker:
+    """No padding: the flat ids are the stream."""
+
+    padding = 0
+
+    def add(self, ids: Ids, offsets: Offsets) -> Ids:
+        """See ``Packer``."""
+        return ids
+
+    def finish(self) -> Ids:
+        """Nothing is held back."""
+        return np.empty(0, np.uint32)
+
+
+class AlignedPacker:
+    """Each document starts at a multiple of ``alignment``."""
+
+    def __init__(self, alignment: int, pad_id: int) -> None:
+        self._alignment, self._pad = alignment, pad_id
+        self.padding = 0
+
+    def add(self, ids: Ids, offsets: Offsets) -> Ids:
+        """See ``Packer``."""
+        lengths = np.diff(offsets)
+        padded = -(-lengths // self._alignment) * self._alignment
+        gaps = padded - lengths
+        out = np.full(int(padded.sum()), self._pad, np.uint32)
+        shift = np.repeat(np.cumsum(gaps) - gaps, lengths)
+        out[np.arange(len(ids)) + shift] = ids
+        self.padding += int(gaps.sum())
+        return out
+
+    def finish(self) -> Ids:
+        """Nothing is held back."""
+        return np.empty(0, np.uint32)
+
+
+class BestFitPacker:
+    """Best-fit decreasing over windows of ``WINDOW_TOKENS`` ids, cut at documents: bounded memory, and the same
+    windows however the documents arrive."""
+
+    def __init__(self, sequence_length: int, alignment: int, pad_id: int) -> None:
+        self._length, self._alignment, self._pad = sequence_length, alignment, pad_id
+        self._waiting: list[Ids] = []
+        self._size = 0
+        self.padding = 0
+
+    def add(self, ids: Ids, offsets: Offsets) -> Ids:
+        """See ``Packer``."""
+        out: list[Ids] = []
+        for i in range(len(offsets) - 1):
+            document = ids[offsets[i] : offsets[i + 1]]
+            for start in range(0, len(document), self._length):
+                self._waiting.append(document[start : start + self._length])
+            self._size += len(document)
+            if self._size >= WINDOW_TOKENS:
+                out.append(self.finish())
+        return np.concatenate(out) if out else np.empty(0, np.uint32)
+
+    def finish(self) -> Ids:
+        """Pack the window: whole sequences [n · sequence_length]."""
+        pieces, self._waiting, self._size = self._waiting, [], 0
+        bins: list[list[Ids]] = []
+        room: list[tuple[int, int]] = []  # (free ids, bin), sorted
+        for piece in sorted(pieces, key=len, reverse=True):
+            need = -(-len(piece) // self._alignment) * self._alignment
+            at = bisect_left(room, (need, -1))
+            if at == len(room):
+                bins.append([piece])
+                free, number = self._length, len(bins) - 1
+            else:
+                free, number = room.pop(at)
+                bins[number].append(piece)
+            insort(room, (free - need, number))
+        out = np.full(len(bins) * self._length, self._pad, np.uint32)
+        for number, members in enumerate(bins):
+            at = number * self._length
+            for piece in members:
+                out[at : at + len(piece)] = piece
+                at += -(-len(piece) // self._alignment) * self._alignment
+        self.padding += len(out) - sum(map(len, pieces))
+        return out
+
+
+def build_packer(packing: str, sequence_length: int, alignment: int, pad_id: int | None) -> Packer:
+    """The packer of that name; ``pad_id`` is needed by all but ``concat``."""
+    if packing == "concat" or pad_id is None:
+        return ConcatPacker()
+    if packing == "aligned":
+        return AlignedPacker(alignment, pad_id)
+    return BestFitPacker(sequence_length, alignment, pad_id)

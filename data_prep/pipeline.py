@@ -1,0 +1,220 @@
+"""``prepare``: raw text → shards and manifests, alone, with worker processes, or under MPI; the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+from calm_scale.config import RunConfig
+from calm_scale.config.base import CalmScaleError
+from data_prep.assemble import check_limit, collect, write_rejected, write_split
+from data_prep.errors import EncoderMismatchError, PrepError
+from data_prep.journal import WORK_FOLDER, FolderLock, Journal
+from data_prep.manifest import Manifest
+from data_prep.mpi import Ranks, detect_ranks
+from data_prep.plan import Plan, check_disk, make_plan
+from data_prep.processes import run_workers
+from data_prep.progress import ProgressLine, log_event
+from data_prep.report import PrepReport, summarise
+from data_prep.shards import read_header
+from data_prep.tokenizer import Tokenizer, load_tokenizer
+from data_prep.worker import StoppedError, Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What rank 0 decided for everyone."""
+
+    plan: Plan
+    journal: Journal
+    done: PrepReport | None = None
+
+
+def prepare(
+    config: RunConfig, *, ranks: Ranks | None = None, restart: bool = False, show: bool = True
+) -> PrepReport:
+    """Carry out the ``prep`` section of ``config`` into ``config.data_dir``.
+
+    Under mpirun or ``srun --mpi=pmix`` every rank is a worker; otherwise ``prep.workers`` processes are. An
+    interrupted prep goes on where it was; a finished one is recognised and left as it is. ``restart`` discards
+    earlier work first. ``show`` draws a progress line and the summary (rank 0).
+
+    Raises:
+        CalmScaleError: on every rank, with the text of the error that ended the run.
+    """
+    ranks = detect_ranks() if ranks is None else ranks
+    try:
+        report = _prepare(config, ranks, restart=restart, show=show)
+    except EncoderMismatchError as error:
+        if config.tokenizer.on_mismatch != "fallback":
+            raise
+        reference = config.tokenizer.model_copy(update={"encoder": error.reference})
+        report = _prepare(config.model_copy(update={"tokenizer": reference}), ranks, restart=True, show=show)
+    if show and ranks.rank == 0:
+        report.show()
+    return report
+
+
+def _prepare(config: RunConfig, ranks: Ranks, *, restart: bool, show: bool) -> PrepReport:
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        loaded: list[Tokenizer] = []
+
+        def begin() -> _Begun | None:
+            return _begin(config, stack, loaded, restart=restart) if ranks.rank == 0 else None
+
+        begun = _together(ranks, begin)[0]
+        if begun is None:
+            raise PrepError("rank 0 did not begin")
+        if begun.done is not None:
+            return begun.done
+        tokenizer = _together_quietly(ranks, lambda: _tokenizer(config, loaded))
+        steady = time.perf_counter()
+        with ExitStack() as line:
+            if ranks.rank == 0:
+                line.enter_context(ProgressLine(begun.plan, begun.journal, show=show))
+            _together(ranks, lambda: _work(config, begun, tokenizer, ranks))
+        seconds = time.perf_counter() - steady
+
+        def conclude() -> PrepReport | None:
+            return _conclude(begun, tokenizer, ranks, started, seconds) if ranks.rank == 0 else None
+
+        report = _together(ranks, conclude)[0]
+        if report is None:
+            raise PrepError("rank 0 did not finish")
+        return report
+
+
+def _together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+    """Every rank's result on every rank; one rank's error ends all of them with its text."""
+    result: T | None = None
+    failure: CalmScaleError | None = None
+    try:
+        result = action()
+    except CalmScaleError as error:
+        failure = error
+    except OSError as error:
+        failure = PrepError(_of_system(error))
+    except Exception:
+        failure = PrepError(f"rank {ranks.rank} of the prep failed unexpectedly:\n{traceback.format_exc()}")
+    outcomes = ranks.gather((result, failure))
+    errors = [error for _, error in outcomes if error is not None]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, StoppedError)), errors[0])
+    return [value for value, _ in outcomes]
+
+
+def _together_quietly(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Like ``_together`` for results that cannot be sent: everyone keeps its own."""
+    kept: list[T] = []
+    _together(ranks, lambda: kept.append(action()))
+    return kept[0]
+
+
+def _of_system(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" ({error.filename})" if error.filename else ""
+        return (
+            f"the disk is full{place}: free some space and rerun prep; finished segments are kept, the unfinished "
+            "one was removed"
+        )
+    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+
+
+def _tokenizer(config: RunConfig, loaded: list[Tokenizer]) -> Tokenizer:
+    return loaded[0] if loaded else load_tokenizer(config.tokenizer, config.tokenizer_path, verified=True)
+
+
+def _begin(config: RunConfig, stack: ExitStack, loaded: list[Tokenizer], *, restart: bool) -> _Begun:
+    """Rank 0: verify the tokenizer, make the plan, take the folder."""
+    loaded.append(load_tokenizer(config.tokenizer, config.tokenizer_path))
+    plan = make_plan(config, loaded[0])
+    journal = Journal(config.data_dir, uuid.uuid4().hex[:12])
+    stack.enter_context(FolderLock(config.data_dir))
+    if not restart:
+        done = _already_done(plan, journal)
+        if done is not None:
+            return _Begun(plan, journal, done)
+    check_disk(plan, config.data_dir)
+    journal.open(plan, restart=restart)
+    return _Begun(plan, journal)
+
+
+def _already_done(plan: Plan, journal: Journal) -> PrepReport | None:
+    """The report of a finished prep of this very plan whose shards are all there."""
+    report = PrepReport.read(journal.data_dir)
+    if report is None or (journal.root / "records").exists():
+        return None
+    journal.refuse_other_plan(plan, "a finished prep")
+    for split in report.splits:
+        folder = journal.data_dir / split.name
+        for entry in Manifest.read(folder).shards:
+            if not entry.compressed:
+                read_header(folder / entry.name)
+    return report.model_copy(update={"already_done": True})
+
+
+def _work(config: RunConfig, begun: _Begun, tokenizer: Tokenizer, ranks: Ranks) -> None:
+    plan, journal = begun.plan, begun.journal
+    try:
+        if ranks.size > 1:
+            Worker(plan, journal, tokenizer, ranks.rank).run()
+        else:
+            origin = (config.tokenizer, config.tokenizer_path)
+            run_workers(plan, journal, origin, tokenizer, plan.prep.workers)
+    except StoppedError:
+        raise
+    except BaseException as error:
+        journal.fail(ranks.rank, str(error))
+        raise
+
+
+def _conclude(
+    begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float, steady_seconds: float
+) -> PrepReport:
+    """Rank 0: join, check and commit."""
+    plan, journal = begun.plan, begun.journal
+    records, totals = collect(plan, journal)
+    rejected = write_rejected(plan, journal, records, totals)
+    check_limit(plan, totals, rejected)
+    manifests = [write_split(plan, journal, tokenizer, split, records, totals) for split in plan.splits]
+    for manifest in manifests:
+        manifest.write(journal.data_dir / manifest.split)
+    names = ("text", "bos", "eos", "padding", "tail", "stored")
+    report = PrepReport(
+        plan=plan.key,
+        data_dir=journal.data_dir,
+        documents={
+            "read": totals.read,
+            "kept": totals.kept,
+            "filtered": totals.filtered,
+            "duplicates": totals.duplicates,
+            "quarantined": dict(sorted(totals.quarantined.items())),
+        },
+        tokens={name: sum(getattr(m.tokens, name) for m in manifests) for name in names},
+        splits=[summarise(manifest) for manifest in manifests],
+        text_bytes=totals.text_bytes,
+        seconds=time.perf_counter() - started,
+        steady_seconds=steady_seconds,
+        workers=ranks.size if ranks.size > 1 else plan.prep.workers,
+        encoder=tokenizer.encoder_name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        corrupt_inputs=totals.corrupt,
+        notes=dict(sorted(totals.notes.items())),
+        quarantine=rejected,
+    )
+    report.write()
+    log_event(
+        journal.data_dir, "done", documents=report.documents, tokens=report.tokens, seconds=report.seconds
+    )
+    shutil.rmtree(journal.data_dir / WORK_FOLDER, ignore_errors=True)
+    return report

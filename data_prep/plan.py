@@ -1,0 +1,154 @@
+"""The plan of a prep: what is read, in which units, under which settings. Everything that decides the bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from calm_scale.config import RunConfig
+from calm_scale.config.base import ConfigError
+from calm_scale.config.data import PrepConfig
+from data_prep.errors import PrepError
+from data_prep.inputs import Input, list_inputs
+from data_prep.shards import token_dtype
+from data_prep.tokenizer import Tokenizer
+
+_MEGABYTE = 1_000_000
+_SMALLEST_SEGMENT = 8 * _MEGABYTE
+_TYPICAL_SEGMENTS = 64
+_BYTES_PER_TOKEN = 4.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents whose hash, as a share of its range, lies in [low, high)."""
+
+    name: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a prep will do. Two plans with one ``key`` write the same bytes, whoever carries them out."""
+
+    prep: PrepConfig
+    inputs: tuple[Input, ...]
+    splits: tuple[Split, ...]
+    segment_bytes: int
+    dtype: str
+    vocab_size: int
+    tokenizer: dict[str, Any]
+    pad_id: int | None
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Every setting that decides the bytes (not the number of workers, not the limit on bad records)."""
+        ignored = {"workers", "max_bad_fraction"}
+        return {
+            "prep": {k: v for k, v in self.prep.model_dump(mode="json").items() if k not in ignored},
+            "inputs": [item.as_dict() for item in self.inputs],
+            "segment_bytes": self.segment_bytes,
+            "dtype": self.dtype,
+            "vocab_size": self.vocab_size,
+            "tokenizer": self.tokenizer,
+        }
+
+    @cached_property
+    def key(self) -> str:
+        """Hex digest of the settings."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.settings, sort_keys=True).encode())
+
+    @property
+    def text_bytes(self) -> int:
+        """Estimated bytes of text over all inputs."""
+        return sum(item.text_bytes for item in self.inputs)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Estimated bytes of shards."""
+        return int(self.text_bytes / _BYTES_PER_TOKEN * np.dtype(self.dtype).itemsize * 1.05)
+
+    def expected_segments(self, item: Input) -> int:
+        """Estimated segments of one input, at least 1."""
+        return max(1, -(-item.text_bytes // self.segment_bytes))
+
+
+def make_plan(config: RunConfig, tokenizer: Tokenizer) -> Plan:
+    """List the inputs and settle every choice that decides the bytes.
+
+    Raises:
+        ConfigError: no ``prep`` section, or the tokenizer does not fit the vocabulary or the packing.
+        SourceError: an input is missing.
+        ShardError: the id type is too narrow.
+    """
+    prep = config.prep
+    if prep is None:
+        raise ConfigError("prep: this configuration has no `prep` section, so there is nothing to prepare")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"vocab_size is {config.vocab_size}, but the tokenizer's ids reach {tokenizer.max_id} (special and "
+            f"padding tokens included): set vocab_size to at least {tokenizer.vocab_size}"
+        )
+    if prep.packing != "concat" and tokenizer.pad_id is None:
+        raise ConfigError(
+            f"prep.packing {prep.packing} needs a padding token and the tokenizer has none by a usual name: set "
+            "tokenizer.pad_token (a new name takes the next free id)"
+        )
+    inputs = tuple(list_inputs(prep.sources))
+    text = sum(item.text_bytes for item in inputs)
+    return Plan(
+        prep=prep,
+        inputs=inputs,
+        splits=_splits(prep),
+        segment_bytes=_segment_bytes(prep, text),
+        dtype=token_dtype(tokenizer.max_id, prep.dtype).name,
+        vocab_size=config.vocab_size,
+        tokenizer={
+            "name": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "max_id": tokenizer.max_id,
+            "add_bos": tokenizer.add_bos,
+            "add_eos": tokenizer.add_eos,
+        },
+        pad_id=tokenizer.pad_id,
+    )
+
+
+def _splits(prep: PrepConfig) -> tuple[Split, ...]:
+    held, auto = prep.splits.heldout, prep.splits.autoencoder
+    bounds = (("heldout", 0.0, held), ("autoencoder", held, held + auto), ("train", held + auto, 1.0))
+    return tuple(Split(name, low, high) for name, low, high in bounds if high > low)
+
+
+def _segment_bytes(prep: PrepConfig, text_bytes: int) -> int:
+    """About 64 segments, none under 8 MB, none over what fills a shard: from the input's size alone."""
+    if prep.segment_megabytes is not None:
+        return max(1, int(prep.segment_megabytes * _MEGABYTE))
+    largest = prep.shard_megabytes * _MEGABYTE
+    return min(largest, max(_SMALLEST_SEGMENT, text_bytes // _TYPICAL_SEGMENTS))
+
+
+def check_disk(plan: Plan, data_dir: Path) -> int:
+    """Free bytes where the shards will go.
+
+    Raises:
+        PrepError: the estimate does not fit.
+    """
+    place = data_dir
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if plan.disk_bytes > free:
+        raise PrepError(
+            f"the shards need about {plan.disk_bytes / 1e9:.1f} GB, {place} has {free / 1e9:.1f} GB free: free some "
+            "space or set `data` to another disk"
+        )
+    return free

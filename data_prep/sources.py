@@ -1,0 +1,72 @@
+"""One way to read every kind of input: segment by segment, as checked texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from calm_scale.config.data import SourceConfig
+from data_prep.documents import RecordParser, SetFilter, Texts, texts_of_rows
+from data_prep.inputs import Input, list_inputs
+from data_prep.lines import LineStream
+from data_prep.tables import DatasetRows, ParquetRows
+
+
+class Reader:
+    """Reads one input's segments in increasing order.
+
+    Attributes:
+        ended: after ``texts(k)``: nothing follows segment k, and the input's end was verified.
+    """
+
+    def __init__(self, item: Input, source: SourceConfig, segment_bytes: int, first_segment: int = 0) -> None:
+        self.item = item
+        self._sets = SetFilter(source.include_sets, source.exclude_sets)
+        self._parser = RecordParser(source.text_field, self._sets)
+        self._rows: LineStream | ParquetRows | DatasetRows
+        if item.kind == "dataset":
+            self._rows = DatasetRows(item.name, source.split, source.text_field, segment_bytes)
+        elif item.kind == "parquet":
+            self._rows = ParquetRows(
+                Path(item.name), source.text_field, segment_bytes, with_sets=self._sets.active
+            )
+        else:
+            self._rows = LineStream(Path(item.name), item.kind, segment_bytes, first_segment)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the input ended with the segment read last."""
+        return self._rows.ended
+
+    @property
+    def notes(self) -> Counter[str]:
+        """What reading found out about the file so far."""
+        return self._rows.stream.notes if isinstance(self._rows, LineStream) else Counter()
+
+    def texts(self, segment: int) -> Iterator[Texts]:
+        """The documents of ``segment``, a few MB at a time.
+
+        Raises:
+            SourceError: the input is truncated, corrupt, or not what it was when the plan was made.
+        """
+        rows = self._rows
+        if isinstance(rows, LineStream):
+            for block in rows.blocks(segment):
+                parsed = self._parser.parse(block)
+                if parsed.bad and rows.lines_skipped:
+                    parsed = self._parser.parse(block, rows.lines_skipped)
+                yield parsed
+        else:
+            for table in rows.blocks(segment):
+                yield texts_of_rows(table.values, table.sets, table.first_row, self._sets)
+        self.item.check_unchanged()
+
+
+def iterate_texts(paths: Iterable[Path | str], text_field: str = "text") -> Iterator[str]:
+    """Every good document of the files, in order."""
+    source = SourceConfig(paths=tuple(str(p) for p in paths), text_field=text_field)
+    for item in list_inputs((source,)):
+        reader = Reader(item, source, segment_bytes=1 << 62)
+        for block in reader.texts(0):
+            yield from block.texts

@@ -1,0 +1,162 @@
+"""Rows of Parquet files and Hugging Face datasets, in numbered segments like the lines of a text file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data_prep.errors import SourceError
+
+_BATCH_ROWS = 2048
+_BYTES_PER_ROW = 6000
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Values of the text column, their set names, and the 1-based number of the first row."""
+
+    values: list[Any]
+    sets: list[str | None]
+    first_row: int
+
+
+class ParquetRows:
+    """A Parquet file; a segment is a group of consecutive row groups of about ``segment_bytes``."""
+
+    def __init__(self, path: Path, text_field: str, segment_bytes: int, *, with_sets: bool) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.ended = False
+        self._path, self._field = path, text_field
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise SourceError(f"{path} is truncated or no Parquet file: {error}") from None
+        self._errors = (pyarrow.ArrowException, OSError)
+        names = self._file.schema_arrow.names
+        if text_field not in names:
+            raise SourceError(
+                f"{path} has no column {text_field!r} (it has: {', '.join(names)}); set text_field"
+            )
+        self._columns = [text_field, *(["meta"] if with_sets and "meta" in names else [])]
+        self._groups = self._group(segment_bytes)
+
+    def _group(self, segment_bytes: int) -> list[tuple[list[int], int]]:
+        groups: list[tuple[list[int], int]] = []
+        size, row = segment_bytes, 1
+        for i in range(self._file.metadata.num_row_groups):
+            facts = self._file.metadata.row_group(i)
+            if size >= segment_bytes:
+                groups.append(([], row))
+                size = 0
+            groups[-1][0].append(i)
+            size += facts.total_byte_size
+            row += facts.num_rows
+        return groups
+
+    def blocks(self, segment: int) -> Iterator[RowBlock]:
+        """The rows of ``segment``."""
+        self.ended = segment >= len(self._groups) - 1
+        if segment >= len(self._groups):
+            return
+        members, row = self._groups[segment]
+        try:
+            for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=members, columns=self._columns):
+                values = _strings(batch.column(0))
+                metas = batch.column(1).to_pylist() if len(self._columns) > 1 else [None] * len(values)
+                sets = [m.get("pile_set_name") if isinstance(m, dict) else None for m in metas]
+                yield RowBlock(values, sets, row)
+                row += len(values)
+        except self._errors as error:
+            raise SourceError(f"{self._path} is corrupt near row {row}: {error}") from None
+
+
+def _strings(column: Any) -> list[Any]:
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        values = [_one_string(value) for value in column]
+    return values
+
+
+def _one_string(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return bytes(value.as_buffer())
+
+
+class DatasetRows:
+    """A Hugging Face dataset: a folder written by ``save_to_disk``, or a name (streamed)."""
+
+    def __init__(self, name: str, split: str, text_field: str, segment_bytes: int) -> None:
+        self.ended = False
+        self._name, self._split, self._field = name, split, text_field
+        self._rows = max(1, segment_bytes // _BYTES_PER_ROW)
+        self._stream: Iterator[dict[str, Any]] | None = None
+        self._next_row = 0
+
+    @cached_property
+    def _dataset(self) -> Any:
+        import datasets
+
+        try:
+            if Path(self._name).is_dir() and not _is_hub_folder(Path(self._name)):
+                loaded = datasets.load_from_disk(self._name)
+                return loaded[self._split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            return datasets.load_dataset(self._name, split=self._split, streaming=True)
+        except Exception as error:  # the library raises many kinds; all mean the same to the user
+            raise SourceError(
+                f"the dataset {self._name!r} (split {self._split!r}) cannot be read: {error}"
+            ) from None
+
+    def blocks(self, segment: int) -> Iterator[RowBlock]:
+        """Rows [segment · n, (segment + 1) · n)."""
+        start, stop = segment * self._rows, (segment + 1) * self._rows
+        rows = self._slice(start, stop)
+        while True:
+            values: list[Any] = []
+            sets: list[str | None] = []
+            for row in rows:
+                if self._field not in row:
+                    raise SourceError(
+                        f"the dataset {self._name!r} has no field {self._field!r}: {sorted(row)}"
+                    )
+                meta = row.get("meta")
+                values.append(row[self._field])
+                sets.append(meta.get("pile_set_name") if isinstance(meta, dict) else None)
+                if len(values) == _BATCH_ROWS:
+                    break
+            if not values:
+                return
+            yield RowBlock(values, sets, start + 1)
+            start += len(values)
+
+    def _slice(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
+        dataset = self._dataset
+        if hasattr(dataset, "__len__"):
+            self.ended = stop >= len(dataset)
+            for i in range(start, min(stop, len(dataset))):
+                yield dataset[i]
+            return
+        if self._stream is None:
+            self._stream = iter(dataset.skip(start))
+            self._next_row = start
+        while self._next_row < stop:
+            row = next(self._stream, None)
+            if row is None:
+                self.ended = True
+                return
+            self._next_row += 1
+            if self._next_row > start:
+                yield row
+
+
+def _is_hub_folder(path: Path) -> bool:
+    return not any(
+        (path / name).exists() for name in ("dataset_info.json", "state.json", "dataset_dict.json")
+    )
