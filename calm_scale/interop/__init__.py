@@ -1,0 +1,1 @@
+"""Floor 4: weights that travel: the published checkpoint layout, read and written."""

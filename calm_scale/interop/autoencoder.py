@@ -1,0 +1,126 @@
+"""The published autoencoder (28 tensors at 2 + 2 layers) ↔ ours. Names are the same; the tie is made explicit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from calm_scale.autoencoder.export import load_weights
+from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
+from calm_scale.config.autoencoder import ObjectiveConfig
+from calm_scale.interop import settings
+from calm_scale.interop.files import Container, InteropError, WeightFiles, write_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EMBEDDING = "encoder.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class PublishedAutoencoder:
+    """An imported autoencoder and what its config.json says of its training."""
+
+    model: Autoencoder
+    objective: ObjectiveConfig
+    stored_vocab_size: int
+
+
+def import_autoencoder(folder: Path, vocab_size: int | None = None) -> PublishedAutoencoder:
+    """Reads a published autoencoder folder.
+
+    Args:
+        folder: config.json and weights (safetensors or .bin, whole or sharded).
+        vocab_size: V to keep: rows beyond are cut off (128 257 → 128 256 drops the padding row), missing ones
+            are zero. None keeps what is stored.
+
+    Raises:
+        InteropError: names every missing or unexpected tensor; or an output weight that is not the embedding.
+    """
+    config, objective, stored, patch_size = settings.autoencoder_sections(settings.read(folder))
+    files = WeightFiles(folder)
+    return PublishedAutoencoder(
+        build(config, objective, files, "", vocab_size or stored, patch_size).model, objective, stored
+    )
+
+
+def build(
+    config: settings.AutoencoderModelConfig,
+    objective: ObjectiveConfig,
+    files: WeightFiles,
+    prefix: str,
+    vocab_size: int,
+    patch_size: int,
+) -> PublishedAutoencoder:
+    """An autoencoder from the tensors under a prefix ('' or ``ae_model.``)."""
+    model = Autoencoder(config, vocab_size, patch_size)
+    wanted = {prefix + name for name, _ in model.unique_parameters()}
+    alias = prefix + TIED_ALIAS
+    found = {name for name in files.names if name.startswith(prefix)}
+    check_names(files.folder, wanted, found - {alias})
+    stored = files.get(prefix + EMBEDDING)
+    if alias in found and not torch.equal(files.get(alias), stored):
+        raise InteropError(
+            f"{files.folder}: {alias} differs from {prefix}{EMBEDDING}; the published model ties them, these "
+            "weights are not from it"
+        )
+    weights = {name.removeprefix(prefix): files.get(name) for name in wanted}
+    weights[EMBEDDING] = resize_rows(stored, vocab_size)
+    load_weights(model, weights, str(files.folder))
+    return PublishedAutoencoder(model.eval().requires_grad_(False), objective, len(stored))
+
+
+def export_autoencoder(
+    model: Autoencoder,
+    objective: ObjectiveConfig,
+    folder: Path,
+    *,
+    container: Container = "bin",
+    vocab_size: int | None = None,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes an autoencoder in the published layout, the tied alias included.
+
+    ``vocab_size`` above V appends zero rows (128 257 for the published padding token).
+    """
+    rows = vocab_size or model.vocab_size
+    settings.write(settings.autoencoder_config(model.config, objective, rows, model.patch_size), folder)
+    write_weights(folder, published_groups(model, "", rows), container, max_shard_bytes)
+
+
+def published_groups(model: Autoencoder, prefix: str, vocab_size: int) -> Iterable[list[tuple[str, Tensor]]]:
+    """The tensors of an autoencoder under a prefix, in groups that must share a file."""
+    for name, parameter in model.unique_parameters():
+        tensor = parameter.detach().cpu()
+        if name == EMBEDDING:
+            tensor = resize_rows(tensor, vocab_size)
+            yield [(prefix + name, tensor), (prefix + TIED_ALIAS, tensor)]
+        else:
+            yield [(prefix + name, tensor)]
+
+
+def resize_rows(table: Tensor, num_rows: int) -> Tensor:
+    """The first rows of ``[V, a]``, or the table with zero rows appended."""
+    if num_rows <= len(table):
+        return table[:num_rows]
+    return torch.cat([table, table.new_zeros(num_rows - len(table), *table.shape[1:])])
+
+
+def check_names(origin: Path, wanted: Iterable[str], found: Iterable[str]) -> None:
+    """Raises InteropError that lists missing and unexpected names."""
+    wanted, found = set(wanted), set(found)
+    problems = []
+    for what, names in (("missing", wanted - found), ("unexpected", found - wanted)):
+        if names:
+            problems.append(f"{what} ({len(names)}): " + ", ".join(sorted(names)))
+    if problems:
+        raise InteropError(f"{origin} does not have the published layout. " + "; ".join(problems))
+
+
+def same_weights(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """Names whose tensors differ."""
+    return sorted(name for name in a if name not in b or not torch.equal(a[name], b[name]))

@@ -1,0 +1,168 @@
+"""Weight files of a published folder, one tensor at a time: safetensors or .bin, whole or sharded with an index.
+
+Nothing that is read runs code: ``.bin`` files go through ``torch.load(weights_only=True)``. Files are mapped, not
+read, so a model of any size costs the memory of the tensor at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from calm_scale.config.base import CalmScaleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Container = Literal["safetensors", "bin"]
+_STEMS: dict[Container, str] = {"safetensors": "model", "bin": "pytorch_model"}
+
+
+class InteropError(CalmScaleError):
+    """A published folder that is incomplete, damaged, or not of the layout; or a model that has none."""
+
+
+class WeightFiles:
+    """The tensors of a folder by name; opened on first use.
+
+    Raises:
+        InteropError: no weights, a missing or damaged file, or an index that points outside of the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of = _locate(folder)
+        self._open: dict[Path, Any] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensor names."""
+        return frozenset(self._file_of)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = _open(path)
+        handle = self._open[path]
+        try:
+            found = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
+        except Exception as error:
+            raise InteropError(
+                f"{path}: the index lists {name}, but it cannot be read there: {error}"
+            ) from error
+        if not isinstance(found, torch.Tensor):
+            raise InteropError(f"{path}: {name} is a {type(found).__name__}, not a tensor")
+        return found
+
+
+def write_weights(
+    folder: Path, groups: Iterable[Sequence[tuple[str, Tensor]]], container: Container, max_shard_bytes: int
+) -> None:
+    """Writes tensors in the given order into one file, or into shards and an index.
+
+    Args:
+        groups: tensors that must share a file, such as a tensor and its aliases (``.bin`` keeps them shared;
+            safetensors has no sharing and gets a copy each).
+        max_shard_bytes: a new shard begins before this many bytes are passed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[Path] = []
+    names: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        parts.append(folder / f"{_STEMS[container]}.part{len(parts)}.tmp")
+        names.append(list(pending))
+        _save(pending, parts[-1], container)
+        pending.clear()
+
+    for group in groups:
+        size = _num_bytes(t for _, t in group)
+        if pending and _num_bytes(pending.values()) + size > max_shard_bytes:
+            flush()
+        pending.update(group)
+        total += size
+    flush()
+    finals = [folder / _shard_name(container, i, len(parts)) for i in range(len(parts))]
+    for stale in (*folder.glob(f"{_STEMS[container]}*.{container}"), _index_path(folder, container)):
+        stale.unlink(missing_ok=True)
+    for part, final in zip(parts, finals, strict=True):
+        part.replace(final)
+    if len(parts) > 1:
+        weight_map = {name: final.name for final, held in zip(finals, names, strict=True) for name in held}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _index_path(folder, container).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _locate(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise InteropError(f"{folder} is not a folder")
+    for container in _STEMS:
+        index = _index_path(folder, container)
+        single = folder / _shard_name(container, 0, 1)
+        if index.is_file():
+            return _read_index(index)
+        if single.is_file():
+            handle = _open(single)
+            return dict.fromkeys(handle.keys(), single)
+    raise InteropError(
+        f"{folder} holds no weights: looked for model.safetensors, pytorch_model.bin and their .index.json"
+    )
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        located = {str(name): index.parent / str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InteropError(f"{index} is not a weight index: {error}") from error
+    for path in set(located.values()):
+        if path.parent.resolve() != index.parent.resolve():
+            raise InteropError(f"{index} points outside of its folder: {path}")
+        if not path.is_file():
+            raise InteropError(f"{index} names {path.name}, which is missing: the download is incomplete")
+    return located
+
+
+def _open(path: Path) -> Any:
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            return safe_open(path, framework="pt", device="cpu")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise InteropError(f"{path} cannot be read as weights: {error}") from error
+
+
+def _save(tensors: dict[str, Tensor], path: Path, container: Container) -> None:
+    if container == "bin":
+        torch.save(tensors, path)
+        return
+    from safetensors.torch import save_file
+
+    seen: set[int] = set()
+    unshared = {}
+    for name, tensor in tensors.items():
+        unshared[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
+        seen.add(tensor.data_ptr())
+    save_file(unshared, path, metadata={"format": "pt"})
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _shard_name(container: Container, number: int, count: int) -> str:
+    stem = _STEMS[container]
+    return f"{stem}.{container}" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.{container}"
+
+
+def _index_path(folder: Path, container: Container) -> Path:
+    return folder / f"{_STEMS[container]}.{container}.index.json"

@@ -1,0 +1,209 @@
+"""The published config.json, read into our sections and written from them.
+
+The published files carry no ``model_type`` and an ``ae_path`` of the machine they were trained on; neither is
+needed here. A setting our models cannot express is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from calm_scale.config.autoencoder import AutoencoderModelConfig, AutoencoderStage, ObjectiveConfig
+from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig
+from calm_scale.config.run import RunConfig
+from calm_scale.interop.files import InteropError
+
+CONFIG_FILE = "config.json"
+_FIXED = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_scaling": None,
+    "pretraining_tp": 1,
+    "tie_word_embeddings": False,
+}
+_IDS = {"bos_token_id": 128_000, "eos_token_id": 128_001, "pad_token_id": 128_256}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The folder's config.json.
+
+    Raises:
+        InteropError: missing, not JSON, or asks for something our models do not have.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InteropError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise InteropError(f"{path} is not a JSON object")
+    wrong = [f"{k} {raw[k]!r} (must be {v!r})" for k, v in _FIXED.items() if k in raw and raw[k] != v]
+    if wrong:
+        raise InteropError(f"{path} describes a model this release cannot build: " + ", ".join(wrong))
+    return raw
+
+
+def autoencoder_sections(raw: dict[str, Any]) -> tuple[AutoencoderModelConfig, ObjectiveConfig, int, int]:
+    """(model, objective, V, K) of a published autoencoder config."""
+    with _explained("autoencoder"):
+        dropout = raw.get("ae_dropout", 0.15)
+        model = AutoencoderModelConfig(
+            latent_size=raw["latent_size"],
+            hidden_size=raw["hidden_size"],
+            ffn_size=raw["intermediate_size"],
+            encoder_layers=raw["num_encoder_layers"],
+            decoder_layers=raw["num_decoder_layers"],
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            init_std=raw.get("initializer_range", 0.02),
+        )
+        objective = ObjectiveConfig(
+            kl_weight=raw.get("kl_weight", 1e-3),
+            kl_floor=raw.get("kl_clamp", 0.5),
+            token_dropout=dropout,
+            latent_dropout=dropout,
+        )
+        return model, objective, int(raw["vocab_size"]), int(raw["patch_size"])
+
+
+def autoencoder_config(
+    model: AutoencoderModelConfig, objective: ObjectiveConfig, vocab_size: int, patch_size: int
+) -> dict[str, Any]:
+    """config.json of an autoencoder."""
+    return {
+        "architectures": ["Autoencoder"],
+        "ae_dropout": objective.token_dropout,
+        "kl_clamp": objective.kl_floor,
+        "kl_weight": objective.kl_weight,
+        "patch_size": patch_size,
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_encoder_layers": model.encoder_layers,
+        "num_decoder_layers": model.decoder_layers,
+        "latent_size": model.latent(patch_size),
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_eps,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+        **_IDS,
+        "torch_dtype": "float32",
+    }
+
+
+def language_model_sections(raw: dict[str, Any]) -> tuple[BackboneConfig, EnergyHeadConfig, int, int, int]:
+    """(backbone, head, V, K, l) of a published language-model config."""
+    with _explained("language model"):
+        backbone = BackboneConfig(
+            num_layers=raw["num_hidden_layers"],
+            hidden_size=raw["hidden_size"],
+            ffn_size=raw["intermediate_size"],
+            num_heads=raw["num_attention_heads"],
+            num_query_groups=raw.get("num_key_value_heads"),
+            positions=raw.get("max_position_embeddings", 2048),
+            rope_theta=raw.get("rope_theta", 10_000.0),
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            init_std=raw.get("initializer_range", 0.02),
+        )
+        head = EnergyHeadConfig(
+            num_blocks=raw["num_mlp_layers"],
+            noise_size=raw.get("noise_size", 64),
+            num_samples=raw.get("num_samples", 8),
+            alpha=raw.get("beta", 1.0),
+        )
+        return backbone, head, int(raw["vocab_size"]), int(raw["patch_size"]), int(raw["latent_size"])
+
+
+def language_model_config(run: RunConfig, vocab_size: int, ae_path: str) -> dict[str, Any]:
+    """config.json of a CALM with an energy head."""
+    if run.lm is None or not isinstance(run.lm.head, EnergyHeadConfig):
+        kind = None if run.lm is None else run.lm.head.kind
+        raise InteropError(f"the published layout is known for the energy head only, this run has {kind}")
+    backbone, head = run.lm.backbone, run.lm.head
+    return {
+        "architectures": ["EnergyTransformer"],
+        "ae_path": ae_path,
+        "patch_size": run.patch_size,
+        "num_mlp_layers": run.lm.num_blocks,
+        "num_samples": head.num_samples,
+        "beta": head.alpha,
+        "noise_size": head.noise_size,
+        "latent_size": run.latent_size,
+        "vocab_size": vocab_size,
+        "hidden_size": backbone.hidden_size,
+        "intermediate_size": backbone.ffn_size,
+        "num_hidden_layers": backbone.num_layers,
+        "num_attention_heads": backbone.num_heads,
+        "num_key_value_heads": backbone.query_groups,
+        "max_position_embeddings": backbone.positions,
+        "rope_theta": backbone.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": backbone.init_std,
+        "rms_norm_eps": backbone.norm_eps,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        **_IDS,
+        "torch_dtype": "float32",
+    }
+
+
+def published_run(
+    lm: dict[str, Any], autoencoder: dict[str, Any], name: str, vocab_size: int | None = None, **fields: Any
+) -> RunConfig:
+    """A run that describes a published language model and its autoencoder; ``fields`` override top-level keys.
+
+    ``vocab_size`` below the published 128 257 leaves the padding row out.
+    """
+    backbone, head, stored, k, l = language_model_sections(lm)
+    model, objective, _, ae_k = autoencoder_sections(autoencoder)
+    if (k, l) != (ae_k, model.latent(ae_k)):
+        raise InteropError(
+            f"the language model has K {k} and l {l}, the autoencoder K {ae_k} and l {model.latent(ae_k)}: "
+            "they do not belong together"
+        )
+    training = {"steps": 1, "global_batch": 1}
+    return RunConfig.model_validate(
+        {
+            "name": name,
+            "vocab_size": vocab_size or stored,
+            "patch_size": k,
+            "autoencoder": AutoencoderStage.model_validate(
+                {"model": model, "objective": objective, "training": training}
+            ),
+            "lm": {"backbone": backbone, "head": head, "training": training},
+            **fields,
+        }
+    )
+
+
+def write(config: dict[str, Any], folder: Path) -> None:
+    """config.json into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class _explained:  # noqa: N801 - reads as a word in `with _explained(...)`
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, KeyError):
+            raise InteropError(f"config.json lacks {error} of a published {self.what}") from error
+        if isinstance(error, ValidationError):
+            raise InteropError(f"config.json is not a {self.what} we can build: {error}") from error

@@ -1,0 +1,204 @@
+"""Runs the language-model half of the interop tests in a process of its own: ``lm_program.py FOLDER``.
+
+Megatron's stand-in for CUDA is process-wide, so it stays out of the test process. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.nn import functional as F
+
+from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
+from calm_scale.interop import settings
+from calm_scale.interop.autoencoder import export_autoencoder
+from calm_scale.interop.files import InteropError, WeightFiles, write_weights
+from calm_scale.interop.language_model import PublishedLanguageModel, export_language_model, whole_weights
+from calm_scale.lm.build import build_models
+from calm_scale.runtime.megatron import initialize
+
+L, D, FF, H, G, K, V, Z, NOISE, BLOCKS = 2, 16, 24, 4, 2, 2, 11, 6, 8, 1
+
+
+def published_names():
+    """The published tensors of a tiny model, written out from the layout's description."""
+    head_dim = D // H
+    shapes = {"transformer.embed_tokens.weight": (V, D), "transformer.norm.weight": (D,)}
+    for i in range(L):
+        at = f"transformer.layers.{i}."
+        shapes |= {
+            at + "self_attn.q_proj.weight": (D, D),
+            at + "self_attn.k_proj.weight": (G * head_dim, D),
+            at + "self_attn.v_proj.weight": (G * head_dim, D),
+            at + "self_attn.o_proj.weight": (D, D),
+            at + "mlp.gate_proj.weight": (FF, D),
+            at + "mlp.up_proj.weight": (FF, D),
+            at + "mlp.down_proj.weight": (D, FF),
+            at + "input_layernorm.weight": (D,),
+            at + "post_attention_layernorm.weight": (D,),
+        }
+    both = {"0": (2 * D, K * D), "2": (D, 2 * D), "3": (D,)}
+    for number, shape in both.items():
+        shapes |= {f"embed_proj.{number}.weight": shape, f"embed_proj.{number}.bias": shape[:1]}
+    head = {"noise_embd": (D, NOISE), "hidden_embd": (D, D), "norm_hidden": (D,), "norm_noise": (D,)}
+    for j in range(BLOCKS):
+        at = f"mlp_blocks.{j}."
+        head |= {at + "in_ln": (D,), at + "linears.0": (D, 2 * D), at + "linears.2": (D, D)}
+        head |= {at + "linears.4": (2 * D, D), at + "down_proj": (D, D)}
+    head |= {"final_layer.in_ln": (D,), "final_layer.linears.0": (D, D), "final_layer.linears.2": (Z, D)}
+    for name, shape in head.items():
+        shapes |= {f"generative_head.{name}.weight": shape, f"generative_head.{name}.bias": shape[:1]}
+    return shapes
+
+
+def rms(x, w):
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * w
+
+
+def rotate(x):
+    """Llama's rotary embedding in its rotate-half form, [b, h, P, d_h]."""
+    half = x.shape[-1] // 2
+    angle = torch.outer(torch.arange(x.shape[2]).float(), 10_000 ** (-torch.arange(half).float() / half))
+    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def plain_hidden(w, tokens):
+    """The published backbone in a few lines of plain torch."""
+    b = tokens.shape[0]
+    x = F.embedding(tokens, w["transformer.embed_tokens.weight"]).view(b, -1, K * D)
+    x = F.silu(F.linear(x, w["embed_proj.0.weight"], w["embed_proj.0.bias"]))
+    x = F.linear(x, w["embed_proj.2.weight"], w["embed_proj.2.bias"])
+    x = F.layer_norm(x, (D,), w["embed_proj.3.weight"], w["embed_proj.3.bias"], 1e-6)
+    for i in range(L):
+        at = f"transformer.layers.{i}."
+        y = rms(x, w[at + "input_layernorm.weight"])
+        q, k, v = (
+            F.linear(y, w[at + f"self_attn.{n}_proj.weight"]).view(b, x.shape[1], -1, D // H).transpose(1, 2)
+            for n in "qkv"
+        )
+        q, k = rotate(q), rotate(k)
+        k, v = (t.repeat_interleave(H // G, dim=1) for t in (k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.linear(o, w[at + "self_attn.o_proj.weight"])
+        y = rms(x, w[at + "post_attention_layernorm.weight"])
+        gate, up = (F.linear(y, w[at + f"mlp.{n}_proj.weight"]) for n in ("gate", "up"))
+        x = x + F.linear(F.silu(gate) * up, w[at + "mlp.down_proj.weight"])
+    return rms(x, w["transformer.norm.weight"])
+
+
+def said(action):
+    try:
+        action()
+    except InteropError as error:
+        return str(error)
+    return None
+
+
+def main():
+    out = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    ae_config = AutoencoderModelConfig(latent_size=Z, hidden_size=8, ffn_size=12)
+    from calm_scale.autoencoder.model import Autoencoder
+
+    autoencoder = Autoencoder(ae_config, V, K, seed=3)
+    export_autoencoder(autoencoder, ObjectiveConfig(), out / "ae")
+    stored = {n: 0.3 * torch.randn(s, generator=generator) for n, s in published_names().items()}
+    weights = dict(stored)
+    weights |= {n.replace("generative_head", "mlp_generator"): t for n, t in stored.items() if "head" in n}
+    weights |= {f"ae_model.{n}": t for n, t in WeightFilesDict(out / "ae").items()}
+    config = {
+        "ae_path": "/home/somebody/ae",
+        "patch_size": K, "num_mlp_layers": BLOCKS, "num_samples": 4, "beta": 1.0, "noise_size": NOISE,
+        "latent_size": Z, "vocab_size": V, "hidden_size": D, "intermediate_size": FF, "num_hidden_layers": L,
+        "num_attention_heads": H, "num_key_value_heads": G, "max_position_embeddings": 16,
+        "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    }  # fmt: skip
+    settings.write(config, out / "theirs")
+    write_weights(out / "theirs", [[item] for item in weights.items()], "bin", 1 << 30)
+
+    layout = initialize_one()
+    published = PublishedLanguageModel(out / "theirs", out / "ae")
+    models = build_models(published.run, layout, "fp32")
+    published.fill(models)
+    tokens = torch.randint(V, (2, 5 * K), generator=generator)
+    with torch.no_grad():
+        hidden = models[0](tokens)
+        apart = float((hidden - plain_hidden(stored, tokens)).abs().max())
+    report = {"hidden_apart": apart, "num_slots": len(published.slots), "num_names": len(weights)}
+
+    whole = whole_weights(models)
+    for container in ("bin", "safetensors"):
+        target = out / container
+        export_language_model(
+            published.run, whole, published.autoencoder, target, container=container, max_shard_bytes=4000
+        )
+        again = WeightFilesDict(target)
+        report[f"{container}_same_names"] = again.keys() == weights.keys()
+        report[f"{container}_same_bits"] = all(torch.equal(again[n], t) for n, t in weights.items())
+        report[f"{container}_shards"] = len(list(target.glob(f"*.{container}")))
+        other = build_models(published.run, layout, "fp32")
+        PublishedLanguageModel(target, out / "ae").fill(other)
+        same = zip(models[0].state_dict().items(), other[0].state_dict().values(), strict=True)
+        report[f"{container}_round_trip"] = all(
+            torch.equal(a, b) for (_, a), b in same if isinstance(a, torch.Tensor)
+        )
+
+    stripped = PublishedLanguageModel(out / "theirs", out / "ae", vocab_size=V - 1)
+    narrow = build_models(stripped.run, layout, "fp32")
+    stripped.fill(narrow)
+    report["stripped_rows"] = dict(narrow[0].named_parameters())[
+        "compressor.tokens.embedding.table.weight"
+    ].shape[0]
+    export_language_model(
+        stripped.run, whole_weights(narrow), stripped.autoencoder, out / "padded", vocab_size=V
+    )
+    padded = WeightFilesDict(out / "padded")["transformer.embed_tokens.weight"]
+    table = stored["transformer.embed_tokens.weight"]
+    report["padded_row_is_zero"] = bool((padded[-1] == 0).all()) and torch.equal(padded[:-1], table[:-1])
+
+    def variant(name, changed):
+        settings.write(config, out / name)
+        write_weights(out / name, [[item] for item in changed.items()], "bin", 1 << 30)
+        return said(lambda: PublishedLanguageModel(out / name, out / "ae"))
+
+    only_one = {n: t for n, t in weights.items() if "generative_head" not in n}
+    report["one_alias"] = variant("one_alias", only_one)
+    lacking = {n: t for n, t in weights.items() if "layers.1.mlp.up" not in n}
+    report["missing"] = variant("missing", lacking)
+    report["unexpected"] = variant("unexpected", {**weights, "transformer.extra.weight": torch.zeros(1)})
+    report["other_alias"] = variant(
+        "other_alias", {**weights, "mlp_generator.noise_embd.bias": torch.ones(D)}
+    )
+    report["flow"] = variant("flow", {**weights, "generative_head.net.x": torch.ones(1)})
+    report["other_ae"] = variant(
+        "other_ae", {**weights, "ae_model.encoder.norm.weight": torch.full((8,), 2.0)}
+    )
+    report["no_ae"] = said(lambda: PublishedLanguageModel(out / "theirs"))
+    embedded = PublishedLanguageModel(out / "theirs", autoencoder_config=settings.read(out / "ae"))
+    report["embedded"] = all(
+        torch.equal(a, b)
+        for a, b in zip(embedded.autoencoder.parameters(), autoencoder.parameters(), strict=True)
+    )
+    print(json.dumps(report))
+
+
+class WeightFilesDict(dict):
+    def __init__(self, folder):
+        files = WeightFiles(folder)
+        super().__init__({name: files.get(name) for name in files.names})
+
+
+def initialize_one():
+    from calm_scale.config.parallel import ParallelConfig
+
+    return initialize(ParallelConfig(), SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")))
+
+
+if __name__ == "__main__":
+    main()

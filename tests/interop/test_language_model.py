@@ -1,0 +1,65 @@
+"""The published language-model layout: the same function, the same bits, and errors that list what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    program = Path(__file__).with_name("lm_program.py")
+    result = subprocess.run(
+        [sys.executable, str(program), str(tmp_path_factory.mktemp("lm"))],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_imported_backbone_computes_what_the_published_weights_say(report):
+    """Against a plain-torch Llama over the published tensors (grouped-query attention, rotate-half RoPE)."""
+    assert report["hidden_apart"] < 1e-5
+
+
+@pytest.mark.parametrize("container", ["bin", "safetensors"])
+def test_round_trip_is_bit_equal(report, container):
+    assert report[f"{container}_same_names"]
+    assert report[f"{container}_same_bits"]
+    assert report[f"{container}_round_trip"]
+    assert report[f"{container}_shards"] > 2
+
+
+def test_padding_row_is_cut_off_and_put_back(report):
+    assert report["stripped_rows"] == 10
+    assert report["padded_row_is_zero"]
+
+
+def test_either_head_alias_is_enough_and_both_must_agree(report):
+    assert report["one_alias"] is None
+    assert "mlp_generator.noise_embd.bias differs" in report["other_alias"]
+
+
+def test_missing_and_unexpected_tensors_are_listed(report):
+    assert "missing (1): transformer.layers.1.mlp.up_proj.weight" in report["missing"]
+    assert "unexpected (1): transformer.extra.weight" in report["unexpected"]
+
+
+def test_embedded_autoencoder_is_checked_and_ae_path_never_followed(report):
+    assert "embeds another autoencoder" in report["other_ae"]
+    assert "/home/somebody/ae" in report["no_ae"]
+    assert "not followed" in report["no_ae"]
+    assert report["embedded"]
+
+
+def test_other_heads_are_refused(report):
+    assert "only energy heads" in report["flow"]
