@@ -155,6 +155,8 @@ class CalmModel(nn.Module):
 
 def _describe(module: nn.Module, prefix: str, metadata: dict[str, Any], default: Any) -> dict[str, Any]:
     """Ask the innermost modules that know how they are sharded; the rest is replicated."""
+    from megatron.core import parallel_state
+
     if hasattr(module, "sharded_state_dict"):
         return dict(module.sharded_state_dict(prefix, (), metadata))
     described: dict[str, Any] = {}
@@ -162,6 +164,8 @@ def _describe(module: nn.Module, prefix: str, metadata: dict[str, Any], default:
         described |= _describe(child, f"{prefix}{name}.", metadata, default)
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if own:
-        whole = default(module, prefix, (), metadata)
+        whole = default(
+            module, prefix, (), metadata, tp_group=parallel_state.get_tensor_model_parallel_group()
+        )
         described |= {key: value for key, value in whole.items() if key.removeprefix(prefix) in own}
     return described

@@ -24,6 +24,8 @@ from calm_scale.training.megatron_optimizer import (
     finalize_gradients,
     wrap_data_parallel,
 )
+from calm_scale.training.megatron_replicas import check_replicas
+from calm_scale.training.megatron_state import load_training_state, save_training_state
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """tokens [b, S], sample_ids [b]."""
@@ -89,6 +91,7 @@ class MegatronEngine:
             num_sequences = batch.tokens.shape[0] * batch.tokens.shape[1]
             total += num_sequences * self._pass(batch, forward_only=True, namespace="eval", step=0)
             count += num_sequences
+        self._check_replicas_if_asked()
         if count == 0:
             raise ConfigError(
                 "evaluation got no batch: give lm.training.eval_samples at least one global batch"
@@ -153,19 +156,20 @@ class MegatronEngine:
 
     def save(self, directory: Path) -> None:
         """Write this rank's shards of weights and optimizer state."""
-        from calm_scale.training.megatron_state import save_training_state
-
+        self._check_replicas_if_asked()
         save_training_state(self.models, self.optimizer, self.steps, self.layout, directory)
 
     def load(self, directory: Path) -> None:
         """Read weights and optimizer state, whatever layout wrote them.
 
         Raises:
-            CheckpointMismatch: a key is missing, unexpected or of another shape.
+            CheckpointMismatchError: a key is missing, unexpected or of another shape.
         """
-        from calm_scale.training.megatron_state import load_training_state
-
         self.steps = load_training_state(self.models, self.optimizer, self.layout, directory)
+
+    def _check_replicas_if_asked(self) -> None:
+        if language_model_stage(self._run).parallel.check_replicas:
+            check_replicas(self.models, self.layout)
 
     def is_finite(self) -> bool:
         """Whether every parameter on every rank is finite."""

@@ -1,0 +1,151 @@
+"""Reading and writing sharded checkpoints through Megatron's ``dist_checkpointing``, strictly.
+
+A checkpoint is a set of global tensors by key, plus a small dictionary of plain values. Any layout reads what any
+other wrote. Every key asked for must be there, and every stored key under the prefixes asked for must be asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from calm_scale.config import CalmScaleError
+from calm_scale.lm.model import CalmModel
+from calm_scale.lm.pieces import Piece, pieces_of
+
+MODEL_PREFIX = "model."
+_METADATA = ".metadata"
+_TRUSTED_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
+_TRUSTED_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+}
+
+
+class CheckpointMismatchError(CalmScaleError):
+    """What is stored and what the model needs are not the same tensors."""
+
+
+def write_shards(shards: Sequence[Any], values: Mapping[str, Any], directory: Path) -> None:
+    """Write this rank's ``ShardedTensor``s and (rank 0) the plain values. Every rank calls it.
+
+    Megatron's writer starts helper processes, so an entry script needs ``if __name__ == "__main__"``.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    described: dict[str, Any] = {_unique(shard): shard for shard in shards}
+    dist_checkpointing.save(
+        {**described, "values": dict(values)},
+        str(directory),
+        sharded_strategy=TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+    )
+
+
+def read_shards(shards: Sequence[Any], directory: Path, prefixes: Sequence[str] = ("",)) -> dict[str, Any]:
+    """Fill the data of this rank's ``ShardedTensor``s in place; return the plain values. Every rank calls it.
+
+    Args:
+        prefixes: which stored keys must all be asked for by some rank ("" for every key).
+
+    Raises:
+        CheckpointMismatchError: a key is missing or unexpected, or a shape differs.
+    """
+    from megatron.core import dist_checkpointing
+
+    _refuse_foreign_code(directory)
+    stored = stored_shapes(directory)
+    wanted = _gather_wanted(shards)
+    _compare(wanted, {k: v for k, v in stored.items() if k.startswith(tuple(prefixes))}, directory)
+    described: dict[str, Any] = {_unique(shard): shard for shard in shards}
+    targets = {name: shard.data for name, shard in described.items()}
+    loaded = dist_checkpointing.load(described, str(directory), validate_access_integrity=False)
+    for name, target in targets.items():
+        if loaded[name].data_ptr() != target.data_ptr():
+            target.copy_(loaded[name])
+    return dict(loaded["values"])
+
+
+def read_weights(models: Sequence[CalmModel], directory: Path) -> dict[str, Any]:
+    """Load only the model's weights, from a checkpoint of any layout; the optimizer's tensors are left alone."""
+    shards = [model_shard(piece, is_main=True) for piece in pieces_of(models)]
+    return read_shards(shards, directory, (MODEL_PREFIX,))
+
+
+def model_shard(piece: Piece, *, is_main: bool) -> Any:
+    """The weight itself, under its key."""
+    return piece.shard(MODEL_PREFIX + piece.key, piece.parameter, is_main=is_main)
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Global shape of every tensor in a checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    _refuse_foreign_code(directory)
+    found = dist_checkpointing.load_tensors_metadata(str(directory))
+    return {key: tuple(tensor.global_shape) for key, tensor in found.items()}
+
+
+def _unique(shard: Any) -> str:
+    return f"{shard.key}@{','.join(map(str, shard.global_offset))}"
+
+
+def _gather_wanted(shards: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    mine = {shard.key: tuple(shard.global_shape) for shard in shards}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {key: shape for part in everyone for key, shape in part.items()}
+
+
+def _compare(
+    wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], directory: Path
+) -> None:
+    missing = sorted(wanted.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - wanted.keys())
+    reshaped = sorted(key for key in wanted.keys() & stored.keys() if wanted[key] != stored[key])
+    lines = [f"  missing: {key}{_nearest(key, unexpected)}" for key in missing]
+    lines += [f"  unexpected: {key}" for key in unexpected]
+    lines += [f"  {key}: stored {list(stored[key])}, needed {list(wanted[key])}" for key in reshaped]
+    if lines:
+        shown = "\n".join(lines[:12]) + (f"\n  … and {len(lines) - 12} more" if len(lines) > 12 else "")
+        raise CheckpointMismatchError(
+            f"{directory} does not hold this model ({len(lines)} differences); nothing was loaded:\n{shown}"
+        )
+
+
+def _nearest(key: str, candidates: Collection[str]) -> str:
+    close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.9)
+    return f" (stored under {close[0]}?)" if close else ""
+
+
+class _MetadataOnly(pickle.Unpickler):
+    """Unpickles the storage index and refuses any name that is not part of it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        trusted = module.startswith(_TRUSTED_MODULES) or (module, name) in _TRUSTED_NAMES
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not (trusted or dtype):
+            raise CheckpointMismatchError(
+                f"the checkpoint's index names {module}.{name}, which is no part of a checkpoint: it is damaged or "
+                "was tampered with, and is not read"
+            )
+        return super().find_class(module, name)
+
+
+def _refuse_foreign_code(directory: Path) -> None:
+    """The storage index is a pickle that the library reads trustingly: look through it first."""
+    path = directory / _METADATA
+    if not path.is_file():
+        raise CheckpointMismatchError(f"{directory} holds no sharded checkpoint (no {_METADATA} file)")
+    with path.open("rb") as stream:
+        _MetadataOnly(stream).load()

@@ -1,0 +1,140 @@
+"""Adam's moments and the fp32 master weights, the same view of them for all of Megatron's optimizers.
+
+The fp32 optimizer keeps state by parameter, the mixed-precision one by the parameter's fp32 copy, the distributed
+one by a flat slice of that copy on each data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from calm_scale.runtime.megatron import Layout
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where the optimizer keeps one parameter: elements [start, stop) of it, flat, belong to this rank."""
+
+    main: torch.Tensor
+    start: int
+    stop: int
+
+
+class Moments(ABC):
+    """Reads and writes the optimizer's tensors of one parameter at a time.
+
+    Attributes:
+        names: what is kept of each parameter: the two moments and, for a low-precision model, ``master``.
+    """
+
+    def __init__(self, megatron: Any, *, has_master: bool) -> None:
+        self._megatron = megatron
+        self._state = megatron.optimizer.state if megatron.optimizer is not None else {}
+        self.names = (*MOMENTS, "master") if has_master else MOMENTS
+
+    @staticmethod
+    def of(chained: Any) -> Moments:
+        """The view of Megatron's (single) optimizer."""
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+        from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+        (megatron,) = chained.chained_optimizers
+        if isinstance(megatron, DistributedOptimizer):
+            return _Sliced(megatron, has_master=megatron.config.bf16)
+        if isinstance(megatron, Float16OptimizerWithFloat16Params):
+            return _Whole(megatron, has_master=True)
+        return _Whole(megatron, has_master=False)
+
+    @abstractmethod
+    def slot(self, parameter: nn.Parameter) -> _Slot | None:
+        """This rank's part of a parameter; None when it holds nothing of it."""
+
+    @property
+    @abstractmethod
+    def is_sliced(self) -> bool:
+        """Whether data-parallel ranks hold different parts."""
+
+    @torch.no_grad()
+    def collect(self, parameter: nn.Parameter, owner: int, layout: Layout) -> torch.Tensor:
+        """All of a parameter's tensors [names, numel] on data-parallel rank ``owner``; meaningless elsewhere."""
+        slot = self.slot(parameter)
+        if not self.is_sliced and owner != layout.data_rank:
+            return torch.empty(0)
+        whole = torch.zeros(len(self.names), parameter.numel(), device=parameter.device)
+        if slot is not None:
+            for row, tensor in zip(whole, self._tensors(slot), strict=True):
+                row[slot.start : slot.stop] = tensor.reshape(-1)
+        if self.is_sliced and layout.data_size > 1:
+            dist.reduce(whole, dist.get_global_rank(layout.data_group, owner), group=layout.data_group)
+        return whole
+
+    @torch.no_grad()
+    def spread(
+        self, parameter: nn.Parameter, whole: torch.Tensor, owner: int, steps: int, layout: Layout
+    ) -> None:
+        """Give every rank its part of what ``owner`` read."""
+        if layout.data_size > 1:
+            if owner != layout.data_rank:
+                whole = torch.empty(len(self.names), parameter.numel(), device=parameter.device)
+            dist.broadcast(whole, dist.get_global_rank(layout.data_group, owner), group=layout.data_group)
+        slot = self.slot(parameter)
+        if slot is None:
+            return
+        self._ensure_state(slot.main, steps)
+        for row, tensor in zip(whole, self._tensors(slot), strict=True):
+            tensor.copy_(row[slot.start : slot.stop].view_as(tensor))
+
+    def finish(self, steps: int) -> None:
+        """Set the step counter where the optimizer keeps one per group (fused Adam)."""
+        for group in self._megatron.optimizer.param_groups if self._megatron.optimizer is not None else ():
+            if "step" in group:
+                group["step"] = steps
+
+    def _tensors(self, slot: _Slot) -> list[torch.Tensor]:
+        self._ensure_state(slot.main, None)
+        state = self._state[slot.main]
+        tensors = [state[name] for name in MOMENTS]
+        return [*tensors, slot.main] if "master" in self.names else tensors
+
+    def _ensure_state(self, main: torch.Tensor, steps: int | None) -> None:
+        """Create zero moments where no step was taken yet; set torch's own per-parameter step counter."""
+        state = self._state[main]
+        if "exp_avg" not in state:
+            state["step"] = torch.tensor(0.0)
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(main, memory_format=torch.preserve_format)
+        if steps is not None and "step" in state:
+            state["step"] = torch.tensor(float(steps))
+
+
+class _Whole(Moments):
+    """Every data-parallel rank holds the same, complete state."""
+
+    is_sliced = False
+
+    def slot(self, parameter: nn.Parameter) -> _Slot | None:
+        main = getattr(parameter, "main_param", parameter)
+        return _Slot(main, 0, parameter.numel())
+
+
+class _Sliced(Moments):
+    """Megatron's distributed optimizer: flat slices over the data-parallel ranks."""
+
+    is_sliced = True
+
+    def slot(self, parameter: nn.Parameter) -> _Slot | None:
+        index = self._megatron.model_param_group_index_map.get(parameter)
+        if index is None:
+            return None
+        group, order = index
+        main = self._megatron.optimizer.param_groups[group]["params"][order]
+        held = self._megatron._get_model_param_range_map(parameter)["param"]
+        return _Slot(main, held.start, held.end)
