@@ -107,8 +107,8 @@ def _difference(name: str, a: float, b: float, spread: NDArray[np.float64], conf
     if len(defined) == len(spread) and len(spread) and not np.isnan(b - a):
         low, high = np.quantile(defined, [(1 - confidence) / 2, (1 + confidence) / 2])
         interval, share = (float(low), float(high)), float((defined > 0).mean())
-    numbers = [None if np.isnan(x) else float(x) for x in (a, b, b - a)]
-    return Difference(name, *numbers, interval=interval, share_above=share)
+    shown_a, shown_b, shown = (None if np.isnan(x) else float(x) for x in (a, b, b - a))
+    return Difference(name, shown_a, shown_b, shown, interval, share)
 
 
 def _same_documents(a: EvaluationResult, b: EvaluationResult) -> None:

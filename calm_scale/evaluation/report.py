@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from calm_scale.evaluation.brier import BrierScore, Counts, EvaluationError
+from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError
 from calm_scale.evaluation.evaluate import EvaluationResult
 
 if TYPE_CHECKING:
@@ -56,9 +56,11 @@ def load(path: Path) -> EvaluationResult:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise EvaluationError(f"{path} is not a '{FORMAT}' file; give the JSON that `calm-scale eval` wrote")
     sums = raw["documents"]
-    arrays = (np.array(sums[name], dtype=np.int64).reshape(-1, 4) for name in ("hits", "pairs", "positions"))
+    hits, pairs, positions = (
+        np.array(sums[name], dtype=np.int64).reshape(-1, ORDERS) for name in ("hits", "pairs", "positions")
+    )
     score = {key: _tuples(value) for key, value in raw["score"].items()}
-    counts = Counts(*arrays, num_samples=sums["num_samples"])
+    counts = Counts(hits, pairs, positions, sums["num_samples"])
     return EvaluationResult(BrierScore(**score), counts, raw["protocol"], raw["execution"])
 
 

@@ -11,7 +11,7 @@ import torch
 
 from calm_scale.autoencoder.export import load_weights
 from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
-from calm_scale.config.autoencoder import ObjectiveConfig
+from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.interop import settings
 from calm_scale.interop.files import Container, InteropError, WeightFiles, write_weights
 
@@ -49,7 +49,7 @@ def import_autoencoder(folder: Path, vocab_size: int | None = None) -> Published
 
 
 def build(
-    config: settings.AutoencoderModelConfig,
+    config: AutoencoderModelConfig,
     objective: ObjectiveConfig,
     files: WeightFiles,
     prefix: str,

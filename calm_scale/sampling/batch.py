@@ -9,6 +9,7 @@ C(Np, x) / N^x → p^x / Γ(x+1) it is consistent for P^{1/T}/Z as N → ∞. Bo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,6 +114,7 @@ def _ordered(patches: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return ordered, position, differs
 
 
+@lru_cache(maxsize=16)
 def log_weights(num_candidates: int, at: Exponent, device: torch.device | None = None) -> Tensor:
     """Table float64 ``[n+1, N+1]``: log weight of a patch seen c times when matched at order m (row 0 unused).
 
