@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import traceback
+
 from calm_scale.config.base import CalmScaleError
 
 
@@ -34,3 +37,18 @@ class EncoderMismatchError(TokenizerError):
     def __str__(self) -> str:
         """The message alone."""
         return self.text
+
+
+def explain(error: BaseException, who: str) -> str:
+    """What to tell people about an error that ends a prep; ``who`` names the process for unexpected ones."""
+    if isinstance(error, CalmScaleError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" ({error.filename})" if error.filename else ""
+        return (
+            f"the disk is full{place}: free some space and rerun prep; finished segments are kept, unfinished files "
+            "were removed"
+        )
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    return f"{who} of the prep failed unexpectedly:\n{''.join(traceback.format_exception(error))}"

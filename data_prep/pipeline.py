@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +13,8 @@ from typing import TypeVar
 from calm_scale.config import RunConfig
 from calm_scale.config.base import CalmScaleError
 from data_prep.assemble import check_limit, collect, write_rejected, write_split
-from data_prep.errors import EncoderMismatchError, PrepError
+from data_prep.dedup import find_duplicates
+from data_prep.errors import EncoderMismatchError, PrepError, explain
 from data_prep.journal import WORK_FOLDER, FolderLock, Journal
 from data_prep.manifest import Manifest
 from data_prep.mpi import Ranks, detect_ranks
@@ -24,6 +23,7 @@ from data_prep.processes import run_workers
 from data_prep.progress import ProgressLine, log_event
 from data_prep.report import PrepReport, summarise
 from data_prep.shards import read_header
+from data_prep.tasks import TaskName, build_task
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.worker import StoppedError, Worker
 
@@ -79,10 +79,13 @@ def _prepare(config: RunConfig, ranks: Ranks, *, restart: bool, show: bool) -> P
             return begun.done
         tokenizer = _together_quietly(ranks, lambda: _tokenizer(config, loaded))
         steady = time.perf_counter()
-        with ExitStack() as line:
-            if ranks.rank == 0:
-                line.enter_context(ProgressLine(begun.plan, begun.journal, show=show))
-            _together(ranks, lambda: _work(config, begun, tokenizer, ranks))
+        if begun.plan.prep.deduplicate:
+            _pass(config, begun, "hash", tokenizer, ranks, show)
+            _together(
+                ranks,
+                lambda: find_duplicates(begun.journal, len(begun.plan.inputs)) if ranks.rank == 0 else 0,
+            )
+        _pass(config, begun, "encode", tokenizer, ranks, show)
         seconds = time.perf_counter() - steady
 
         def conclude() -> PrepReport | None:
@@ -102,10 +105,8 @@ def _together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         result = action()
     except CalmScaleError as error:
         failure = error
-    except OSError as error:
-        failure = PrepError(_of_system(error))
-    except Exception:
-        failure = PrepError(f"rank {ranks.rank} of the prep failed unexpectedly:\n{traceback.format_exc()}")
+    except Exception as error:
+        failure = PrepError(explain(error, f"rank {ranks.rank}"))
     outcomes = ranks.gather((result, failure))
     errors = [error for _, error in outcomes if error is not None]
     if errors:
@@ -118,16 +119,6 @@ def _together_quietly(ranks: Ranks, action: Callable[[], T]) -> T:
     kept: list[T] = []
     _together(ranks, lambda: kept.append(action()))
     return kept[0]
-
-
-def _of_system(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = f" ({error.filename})" if error.filename else ""
-        return (
-            f"the disk is full{place}: free some space and rerun prep; finished segments are kept, the unfinished "
-            "one was removed"
-        )
-    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
 def _tokenizer(config: RunConfig, loaded: list[Tokenizer]) -> Tokenizer:
@@ -163,18 +154,28 @@ def _already_done(plan: Plan, journal: Journal) -> PrepReport | None:
     return report.model_copy(update={"already_done": True})
 
 
-def _work(config: RunConfig, begun: _Begun, tokenizer: Tokenizer, ranks: Ranks) -> None:
+def _pass(
+    config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer, ranks: Ranks, show: bool
+) -> None:
+    """One pass over the corpus by every rank."""
+    with ExitStack() as stack:
+        if ranks.rank == 0:
+            stack.enter_context(ProgressLine(begun.plan, begun.journal, task, show=show))
+        _together(ranks, lambda: _work(config, begun, task, tokenizer, ranks))
+
+
+def _work(config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer, ranks: Ranks) -> None:
     plan, journal = begun.plan, begun.journal
     try:
         if ranks.size > 1:
-            Worker(plan, journal, tokenizer, ranks.rank).run()
+            Worker(plan, journal, build_task(task, plan, journal, tokenizer), ranks.rank).run()
         else:
             origin = (config.tokenizer, config.tokenizer_path)
-            run_workers(plan, journal, origin, tokenizer, plan.prep.workers)
+            run_workers(plan, journal, task, origin, tokenizer, plan.prep.workers)
     except StoppedError:
         raise
     except BaseException as error:
-        journal.fail(ranks.rank, str(error))
+        journal.fail(ranks.rank, explain(error, f"rank {ranks.rank}"))
         raise
 
 

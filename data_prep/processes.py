@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import traceback
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from calm_scale.config.base import CalmScaleError
 from calm_scale.config.data import TokenizerConfig
-from data_prep.errors import PrepError
+from data_prep.errors import EncoderMismatchError, PrepError, explain
 from data_prep.journal import Journal
 from data_prep.plan import Plan
+from data_prep.tasks import TaskName, build_task
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.worker import StoppedError, Worker
 
 TokenizerOrigin = tuple[TokenizerConfig, Path]
+_MISMATCH = "encoder mismatch: "
 
 
 def run_workers(
-    plan: Plan, journal: Journal, origin: TokenizerOrigin, tokenizer: Tokenizer, count: int
+    plan: Plan, journal: Journal, task: TaskName, origin: TokenizerOrigin, tokenizer: Tokenizer, count: int
 ) -> None:
-    """Run ``count`` workers to the end; one of them alone runs in this process.
+    """Run ``task`` with ``count`` workers to the end; one of them alone runs in this process.
 
     Raises:
         CalmScaleError: the first worker's error; the others have ended by then.
     """
     if count == 1:
-        Worker(plan, journal, tokenizer, 0).run()
+        Worker(plan, journal, build_task(task, plan, journal, tokenizer), 0).run()
         return
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
-        context.Process(target=_work, args=(plan, journal, origin, number, os.getpid()), daemon=True)
+        context.Process(target=_work, args=(plan, journal, task, origin, number, os.getpid()), daemon=True)
         for number in range(count)
     ]
     for process in processes:
@@ -64,6 +65,9 @@ def _error_of(process: BaseProcess, journal: Journal) -> CalmScaleError:
         for p in sorted(journal.attempt_dir.glob("error-*"))
         if p.suffix != ".part"
     ]
+    if texts and texts[0].startswith(_MISMATCH):
+        reference, _, text = texts[0].removeprefix(_MISMATCH).partition("\n")
+        return EncoderMismatchError(text, reference)
     if texts:
         return PrepError(texts[0] or "a worker failed and could not say why (is the disk full?)")
     return PrepError(
@@ -72,16 +76,18 @@ def _error_of(process: BaseProcess, journal: Journal) -> CalmScaleError:
     )
 
 
-def _work(plan: Plan, journal: Journal, origin: TokenizerOrigin, number: int, parent: int) -> None:
+def _work(
+    plan: Plan, journal: Journal, task: TaskName, origin: TokenizerOrigin, number: int, parent: int
+) -> None:
     try:
         config, path = origin
-        tokenizer = load_tokenizer(config, path, verified=True)
-        Worker(plan, journal, tokenizer, number, parent=parent).run()
+        tokenizer = load_tokenizer(config, path, verified=True) if task == "encode" else None
+        Worker(plan, journal, build_task(task, plan, journal, tokenizer), number, parent).run()
     except StoppedError:
         raise SystemExit(1) from None
-    except CalmScaleError as error:
-        journal.fail(number, str(error))
+    except EncoderMismatchError as error:
+        journal.fail(number, f"{_MISMATCH}{error.reference}\n{error}")
         raise SystemExit(1) from None
-    except Exception:
-        journal.fail(number, f"worker {number} failed unexpectedly:\n{traceback.format_exc()}")
+    except Exception as error:
+        journal.fail(number, explain(error, f"worker {number}"))
         raise SystemExit(1) from None

@@ -26,15 +26,21 @@ _PLAIN_SECONDS = 30.0
 class ProgressLine:
     """Shows and logs the sum over all workers while the ``with`` block runs."""
 
-    def __init__(self, plan: Plan, journal: Journal, *, show: bool) -> None:
-        self._plan, self._journal, self._show = plan, journal, show
+    def __init__(self, plan: Plan, journal: Journal, task: str, *, show: bool) -> None:
+        self._plan, self._journal, self._task, self._show = plan, journal, task, show
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._started = time.monotonic()
         self._console = Console(file=sys.stderr)
 
     def __enter__(self) -> ProgressLine:
-        log_event(self._journal.data_dir, "start", plan=self._plan.key, text_bytes=self._plan.text_bytes)
+        log_event(
+            self._journal.data_dir,
+            "start",
+            task=self._task,
+            plan=self._plan.key,
+            text_bytes=self._plan.text_bytes,
+        )
         self._thread.start()
         return self
 
@@ -47,11 +53,11 @@ class ProgressLine:
         )
 
     def _numbers(self) -> dict[str, Any]:
-        return asdict(total_progress(self._journal.attempt_dir / "progress"))
+        return asdict(total_progress(self._journal.attempt_dir / "progress", self._task))
 
     def _run(self) -> None:
         columns = (
-            TextColumn("prep"),
+            TextColumn(f"prep · {self._task}"),
             BarColumn(),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,6 @@ def run_segment(
     plan: Plan,
     journal: Journal,
     tokenizer: Tokenizer,
-    blocks: Iterator[Texts],
     reader: Reader,
     item: int,
     segment: int,
@@ -115,7 +114,7 @@ def run_segment(
     notes: Counter[str] = Counter()
     ordinal = 0
     try:
-        for block in blocks:
+        for block in reader.texts(segment):
             texts = block.texts
             if duplicates:
                 texts = [t for i, t in enumerate(texts, ordinal) if i not in duplicates]

@@ -5,26 +5,47 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from data_prep.documents import HARMLESS, Texts
-from data_prep.errors import PrepError, SourceError
+from data_prep.errors import PrepError
 from data_prep.journal import Journal
 from data_prep.plan import Plan
-from data_prep.record import SegmentRecord
-from data_prep.segment import run_segment
 from data_prep.sources import Reader
-from data_prep.tokenizer import Tokenizer
 
 _PROGRESS_SECONDS = 0.5
-_SAMPLE_CHARACTERS = 4096
+_CERTAIN = 1.5
 
 
 class StoppedError(PrepError):
     """Another process of this attempt failed; its error is the one to show."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished segment: whether nothing of the input follows it."""
+
+    last: bool
+
+
+class Task(Protocol):
+    """What is done with each segment. ``name`` keeps the claims of several tasks apart."""
+
+    name: str
+
+    def finished(self, item: int, segment: int) -> Outcome | None:
+        """The outcome of a segment that an earlier attempt (or another worker) committed."""
+        ...
+
+    def carry_out(
+        self, reader: Reader, item: int, segment: int, on_block: Callable[[Texts, int], None]
+    ) -> Outcome | None:
+        """Do the segment and commit it; ``None`` when the input ended before it."""
+        ...
 
 
 @dataclass
@@ -39,73 +60,57 @@ class Progress:
 
 
 class Worker:
-    """Carries out segments of ``plan``. ``number`` distinguishes the workers of an attempt."""
+    """Carries out ``task`` on segments of ``plan``. ``number`` distinguishes the workers of an attempt;
+    ``parent`` is the process id whose end ends this worker."""
 
     def __init__(
-        self, plan: Plan, journal: Journal, tokenizer: Tokenizer, number: int, parent: int | None = None
+        self, plan: Plan, journal: Journal, task: Task, number: int, parent: int | None = None
     ) -> None:
-        self._parent = parent
-        self._plan, self._journal, self._tokenizer, self._number = plan, journal, tokenizer, number
+        self._plan, self._journal, self._task = plan, journal, task
+        self._number, self._parent = number, parent
         self.progress = Progress()
         self._told = 0.0
-        self._progress_file = journal.attempt_dir / "progress" / f"{number:05d}.json"
+        self._progress_file = journal.attempt_dir / "progress" / f"{task.name}-{number:05d}.json"
 
     def run(self) -> None:
         """Work until no segment is left.
 
         Raises:
-            PrepError, SourceError, ShardError: what stopped it; every other worker is told to stop.
+            CalmScaleError: what stopped it.
         """
         for item in self._files_to_start():
-            self._read_from(item, first=True)
-        for item in range(len(self._plan.inputs)):
-            self._read_from(item, first=False)
+            self._read_from(item, owner=True)
+        num_inputs = len(self._plan.inputs)
+        for i in range(num_inputs):
+            self._read_from((i + self._number) % num_inputs, owner=False)
         self._tell(force=True)
 
     def _files_to_start(self) -> Iterator[int]:
         """Inputs nobody has begun, largest first, so that the long ones do not come last."""
         sizes = [-item.text_bytes for item in self._plan.inputs]
         for item in sorted(range(len(sizes)), key=lambda i: (sizes[i], i)):
-            if self._journal.claim(f"owner-{item:06d}"):
+            if self._journal.claim(f"{self._task.name}-{item:06d}"):
                 yield item
 
-    def _read_from(self, item: int, *, first: bool) -> None:
+    def _read_from(self, item: int, *, owner: bool) -> None:
         """Carry out unclaimed segments of one input. Its owner goes on to the end; a helper only takes segments
         that the input's size leads one to expect."""
-        expected = self._plan.expected_segments(self._plan.inputs[item])
+        described = self._plan.inputs[item]
+        expected = self._plan.expected_segments(described)
         reader: Reader | None = None
         segment = 0
-        while first or segment < expected:
-            record = self._journal.read_record(item, segment)
-            if record is None and self._journal.claim(f"{item:06d}-{segment:06d}"):
+        while owner or segment < expected:
+            outcome = self._task.finished(item, segment)
+            if outcome is None and self._journal.claim(f"{self._task.name}-{item:06d}-{segment:06d}"):
                 if reader is None:
-                    source = self._plan.prep.sources[self._plan.inputs[item].source]
-                    reader = Reader(self._plan.inputs[item], source, self._plan.segment_bytes, segment)
-                record = self._carry_out(reader, item, segment)
-                if record is None or record.corrupt or reader.ended:
+                    source = self._plan.prep.sources[described.source]
+                    reader = Reader(described, source, self._plan.segment_bytes, segment)
+                outcome = self._task.carry_out(reader, item, segment, self._on_block)
+                if outcome is None:
                     return
-            if record is not None and record.last:
+            if outcome is not None and outcome.last:
                 return
             segment += 1
-
-    def _carry_out(self, reader: Reader, item: int, segment: int) -> SegmentRecord | None:
-        try:
-            return run_segment(
-                self._plan,
-                self._journal,
-                self._tokenizer,
-                reader.texts(segment),
-                reader,
-                item,
-                segment,
-                on_block=self._on_block,
-            )
-        except SourceError as error:
-            if self._plan.prep.on_corrupt_file != "quarantine":
-                raise
-            record = SegmentRecord(item=item, segment=segment, last=True, corrupt=str(error))
-            self._journal.write_record(record)
-            return record
 
     def _on_block(self, texts: Texts, tokens: int) -> None:
         harmless = sum(bad.kind in HARMLESS for bad in texts.bad)
@@ -114,14 +119,23 @@ class Worker:
         self.progress.harmless += harmless
         self.progress.text_bytes += texts.num_bytes
         self.progress.tokens += tokens
-        self._check_sample(texts)
+        self._refuse_hopeless()
         self._tell()
 
-    def _check_sample(self, texts: Texts) -> None:
-        """One short document of each block is encoded by the reference too."""
-        sample = texts.texts[len(texts.texts) // 2] if texts.texts else ""
-        if sample and len(sample) <= _SAMPLE_CHARACTERS:
-            self._tokenizer.check(sample)
+    def _refuse_hopeless(self) -> None:
+        """End early when this worker alone has met more bad records than the whole corpus may have."""
+        done = self.progress
+        if done.quarantined < 1000 or not self._plan.text_bytes:
+            return
+        records = (done.documents + done.quarantined) * max(
+            1.0, self._plan.text_bytes / max(1, done.text_bytes)
+        )
+        if done.quarantined > _CERTAIN * self._plan.prep.max_bad_fraction * records:
+            raise PrepError(
+                f"{done.quarantined} bad records in the first {done.text_bytes / 1e6:.0f} MB, more than "
+                f"prep.max_bad_fraction {self._plan.prep.max_bad_fraction:.3%} of the whole corpus allows: repair "
+                "the input, or raise the limit"
+            )
 
     def _tell(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -138,10 +152,10 @@ class Worker:
             raise StoppedError("stopped because another process of this prep failed")
 
 
-def total_progress(folder: Path) -> Progress:
+def total_progress(folder: Path, task: str) -> Progress:
     """The sum over the workers of an attempt."""
     total = Progress()
-    for path in folder.glob("*.json"):
+    for path in folder.glob(f"{task}-*.json"):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -1,0 +1,115 @@
+"""The two passes over the corpus: encoding it, and (for exact deduplication) hashing its documents first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from data_prep.dedup import DropList, HashFile
+from data_prep.documents import Texts
+from data_prep.errors import SourceError
+from data_prep.journal import Journal
+from data_prep.plan import Plan
+from data_prep.record import SegmentRecord
+from data_prep.segment import run_segment
+from data_prep.sources import Reader
+from data_prep.tokenizer import Tokenizer
+from data_prep.worker import Outcome, Task
+
+TaskName = Literal["encode", "hash"]
+_SAMPLE_CHARACTERS = 4096
+
+
+class EncodeTask:
+    """Text → shards."""
+
+    name = "encode"
+
+    def __init__(self, plan: Plan, journal: Journal, tokenizer: Tokenizer) -> None:
+        self._plan, self._journal, self._tokenizer = plan, journal, tokenizer
+
+    def finished(self, item: int, segment: int) -> Outcome | None:
+        """See ``Task``."""
+        record = self._journal.read_record(item, segment)
+        return None if record is None else Outcome(record.last)
+
+    def carry_out(
+        self, reader: Reader, item: int, segment: int, on_block: Callable[[Texts, int], None]
+    ) -> Outcome | None:
+        """See ``Task``. A corrupt input is recorded as such where the config allows it."""
+
+        def checked(texts: Texts, tokens: int) -> None:
+            self._check_sample(texts)
+            on_block(texts, tokens)
+
+        drop = DropList(self._journal, item, segment).read() if self._plan.prep.deduplicate else ()
+        try:
+            record = run_segment(
+                self._plan,
+                self._journal,
+                self._tokenizer,
+                reader,
+                item,
+                segment,
+                duplicates=drop,
+                on_block=checked,
+            )
+        except SourceError as error:
+            if self._plan.prep.on_corrupt_file != "quarantine":
+                raise
+            record = SegmentRecord(item=item, segment=segment, last=True, corrupt=str(error))
+            self._journal.write_record(record)
+        return None if record is None else Outcome(record.last)
+
+    def _check_sample(self, texts: Texts) -> None:
+        """One short document of each block is encoded by the reference too."""
+        sample = texts.texts[len(texts.texts) // 2] if texts.texts else ""
+        if sample and len(sample) <= _SAMPLE_CHARACTERS:
+            self._tokenizer.check(sample)
+
+
+class HashTask:
+    """Documents → 128-bit hashes of their content."""
+
+    name = "hash"
+
+    def __init__(self, plan: Plan, journal: Journal) -> None:
+        self._plan, self._journal = plan, journal
+
+    def finished(self, item: int, segment: int) -> Outcome | None:
+        """See ``Task``."""
+        last = HashFile(self._journal, item, segment).last()
+        return None if last is None else Outcome(last)
+
+    def carry_out(
+        self, reader: Reader, item: int, segment: int, on_block: Callable[[Texts, int], None]
+    ) -> Outcome | None:
+        """See ``Task``. A corrupt input ends here; the encoding pass reports it."""
+        digests: list[bytes] = []
+        read = 0
+        last = True
+        try:
+            for block in reader.texts(segment):
+                digests += [xxhash.xxh3_128_digest(text.encode()) for text in block.texts]
+                read += block.read
+                on_block(block, 0)
+            last = reader.ended
+        except SourceError:
+            if self._plan.prep.on_corrupt_file != "quarantine":
+                raise
+            digests = []
+        if segment and not read:
+            return None
+        hashes = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
+        HashFile(self._journal, item, segment).write(hashes, last=last)
+        return Outcome(last)
+
+
+def build_task(name: TaskName, plan: Plan, journal: Journal, tokenizer: Tokenizer | None) -> Task:
+    """The task of that name; only encoding needs a tokenizer."""
+    if name == "hash" or tokenizer is None:
+        return HashTask(plan, journal)
+    return EncodeTask(plan, journal, tokenizer)
