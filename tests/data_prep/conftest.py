@@ -1,0 +1,69 @@
+"""Tiny corpora, a tiny tokenizer, and run configurations for the data_prep tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from calm_scale.config import RunConfig
+from data_prep.bpe import train_bpe
+
+WORDS = (
+    "the a of energy patch token model score latent brier encoder stream shard größer Straße naïve 模型 данные "
+    "def return lambda 1234 3.14 != <= ... (x) [y] don't we'll"
+).split()
+
+
+def make_texts(count: int, seed: int = 0, words: int = 60) -> list[str]:
+    """``count`` distinct texts of 1 to 2 · ``words`` words."""
+    draw = random.Random(seed)
+    return [
+        f"{i} " + " ".join(draw.choices(WORDS, k=draw.randint(1, 2 * words))) + draw.choice(["", "\n", "  "])
+        for i in range(count)
+    ]
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    """Write Pile-format records, compressed as the extension says."""
+    data = b"".join(json.dumps({"text": t, "meta": {"pile_set_name": "T"}}).encode() + b"\n" for t in texts)
+    if path.name.lower().endswith(".zst"):
+        data = zstandard.ZstdCompressor(write_checksum=True).compress(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of 400 ids."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    corpus = write_lines(folder / "c.jsonl", make_texts(200))
+    return train_bpe([corpus], 400, folder / "tokenizer.json")
+
+
+@pytest.fixture
+def make_config(tmp_path: Path, tokenizer_path: Path) -> Callable[..., RunConfig]:
+    """``make_config(paths, workdir="run", tokenizer={}, **prep)``."""
+
+    def build(
+        paths: list[Path] | Path, workdir: str = "run", tokenizer: dict[str, Any] | None = None, **prep: Any
+    ) -> RunConfig:
+        given = [paths] if isinstance(paths, Path) else paths
+        sources = prep.pop("sources", [{"paths": [str(p) for p in given]}])
+        return RunConfig.model_validate(
+            {
+                "name": "t",
+                "workdir": str(tmp_path / workdir),
+                "vocab_size": prep.pop("vocab_size", 400),
+                "tokenizer": {"path": str(tokenizer_path), **(tokenizer or {})},
+                "prep": {"sources": sources, "sequence_length": 64, **prep},
+            }
+        )
+
+    return build
