@@ -89,17 +89,19 @@ def output_side(config: RunConfig, kernels: Kernels, positions: int) -> Saved:
     return Saved(before + head / share, passing / share)
 
 
-def in_flight(config: RunConfig, stage: int, num_micro_batches: int) -> float:
-    """Micro-batches whose activations stage ``stage`` holds at once, in units of all its chunks.
+def in_flight(config: RunConfig, stage: int, num_micro_batches: int) -> list[int]:
+    """Micro-batches whose activations stage ``stage`` holds at once, for each of its chunks.
 
-    1F1B: p − s of them. Interleaved: 2(p − s − 1) + (v − 1)·p + 1 chunk passes of 1/v each.
+    1F1B: p − s of them. Interleaved: 2(p − s − 1) + (v − 1)·p + 1 passes, p micro-batches through each chunk in turn.
     """
     parallel = lm_of(config).parallel
     pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
     if virtual == 1:
-        return min(num_micro_batches, pipeline - stage)
-    passes = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
-    return min(num_micro_batches * virtual, passes) / virtual
+        return [min(num_micro_batches, pipeline - stage)]
+    warm_up = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline
+    passes = min(num_micro_batches * virtual, warm_up + 1)
+    chunks = [index // pipeline % virtual for index in range(passes)]
+    return [chunks.count(chunk) for chunk in range(virtual)]
 
 
 def _head(lm: LMStage, latent: int, rows: int) -> tuple[float, float]:

@@ -116,7 +116,20 @@ def _layers(config: RunConfig, held: StageParameters, micro_batches: int) -> lis
     return [
         Traffic("tensor", size, "all_gather", "layers", gathers, gathers * hidden),
         Traffic("tensor", size, "reduce_scatter", "layers", scatters, scatters * hidden),
+        Traffic("tensor", size, "all_reduce", "norm gradients", 1, FP32 * _sequence_parallel(config, held)),
     ]
+
+
+def _sequence_parallel(config: RunConfig, held: StageParameters) -> int:
+    """Parameters that see only a slice of the positions under sequence parallelism: norms and full biases."""
+    lm = lm_of(config)
+    d, count = lm.backbone.hidden_size, 2 * sum(held.layers)
+    if held.stage == lm.parallel.pipeline - 1:
+        count += 1
+    if held.stage == 0 and not is_autoregressive(config):
+        count += 2 + (1 if lm.input_mode != "continuous" else 0)
+    latent = (config.latent_size + 1) * d if held.stage == 0 and lm.input_mode != "discrete" else 0
+    return count * d + latent
 
 
 def _input(config: RunConfig, micro_batches: int) -> list[Traffic]:

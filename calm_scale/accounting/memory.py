@@ -99,11 +99,11 @@ def _stage(
     positions = lm.training.micro_batch * lm.backbone.positions
     alive = activations.in_flight(config, held.stage, micro_batches)
     one_layer = activations.layer(config, kernels)
-    kept = sum(held.layers) * one_layer.kept
+    kept = sum(count * layers * one_layer.kept for count, layers in zip(alive, held.layers, strict=True))
     passing = one_layer.passing
     output = 0.0
     if held.stage == 0:
-        kept += activations.input_side(config).kept
+        kept += alive[0] * activations.input_side(config).kept
     if held.stage == parallel.pipeline - 1:
         side = activations.output_side(config, kernels, positions)
         output = positions * (side.kept + side.passing)
@@ -113,7 +113,7 @@ def _stage(
         gradients=FP32 * held.trained,
         optimizer=(master + ADAM_STATES * FP32) * held.trained / sharded,
         frozen=FP32 * held.frozen,
-        activations=positions * kept * alive,
+        activations=positions * kept,
         output=output,
         # Layers are recomputed after the output side has been freed.
         buffers=max(0.0, positions * passing - output)

@@ -1,0 +1,108 @@
+"""Memory and communication models against what real gloo ranks allocate and send."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calm_scale.accounting import communication, memory
+from calm_scale.accounting.sharding import stage_parameters
+from calm_scale.config import RunConfig, to_yaml
+
+MakeRun = Callable[..., RunConfig]
+SCRIPT = Path(__file__).with_name("measure_layouts.py")
+SHAPE = {"num_layers": 4, "hidden_size": 64, "ffn_size": 176, "num_heads": 4, "positions": 64}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2_sequence": {"tensor": 2, "sequence_parallel": True},
+    "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "dp2_replicated_optimizer": {"distributed_optimizer": False},
+    "dp2_bf16": {},
+    "tp2_recompute": {"tensor": 2, "recompute": "full"},
+    "tp2_baseline": {"tensor": 2},
+}
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "tp2pp2": {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+}
+
+
+def configuration(make: MakeRun, name: str, parallel: dict[str, Any]) -> RunConfig:
+    head: dict[str, Any] = {"num_samples": 8, "num_posterior": 100}
+    fields: dict[str, Any] = {"head": head}
+    if name.endswith("baseline"):
+        fields = {"head": {"kind": "softmax"}, "patch_size": 1}
+    precision = "bf16" if name.endswith("bf16") else "fp32"
+    training = {"global_batch": 4, "micro_batch": 1, "precision": precision}
+    made = make(vocab_size=509, backbone=SHAPE, parallel=parallel, training=training, **fields)
+    return made.model_copy(update={"name": name})
+
+
+def measure(configs: list[RunConfig], num_ranks: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    paths = [folder / f"{config.name}.yaml" for config in configs]
+    for config, path in zip(configs, paths, strict=True):
+        path.write_text(to_yaml(config), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", f"--master-port={port}"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *map(str, paths)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for part in done.stdout.split("measured ")[1:]:
+        record = json.JSONDecoder().raw_decode(part)[0]
+        found[record["name"]].append(record)
+    assert all(len(found[config.name]) == num_ranks for config in configs)
+    return found
+
+
+def check(config: RunConfig, records: list[dict[str, Any]], num_ranks: int) -> None:
+    assert config.lm is not None
+    data_parallel = config.lm.parallel.data_parallel(num_ranks)
+    stages = memory.language_model(config, data_parallel, kernels="local")
+    traffic = communication.language_model(config, data_parallel)
+    for record in records:
+        stage = record["stage"]
+        assert stage_parameters(config)[stage].trained == record["parameters"]
+        # The frozen autoencoder is outside of what the step allocates.
+        expected = stages[stage].total - stages[stage].frozen
+        assert expected == pytest.approx(record["static"] + record["peak"], rel=0.10), record
+        sent: dict[str, float] = defaultdict(float)
+        for item in traffic[stage]:
+            sent[f"{item.group}/{item.operation}"] += item.bytes
+        seen = {key: count for key, count in record["bytes"].items() if not key.startswith("other/")}
+        assert set(sent) == set(seen), record
+        for key, count in seen.items():
+            # Gradient buffers are padded to the group: a few hundred bytes.
+            assert sent[key] == pytest.approx(count, rel=1e-3, abs=512), (key, record)
+
+
+@pytest.mark.ranks
+def test_two_ranks(make_tiny: MakeRun, tmp_path: Path) -> None:
+    configs = [configuration(make_tiny, name, parallel) for name, parallel in LAYOUTS.items()]
+    found = measure(configs, 2, tmp_path)
+    for config in configs:
+        check(config, found[config.name], 2)
+
+
+@pytest.mark.ranks
+def test_four_ranks(make_tiny: MakeRun, tmp_path: Path) -> None:
+    configs = [configuration(make_tiny, name, parallel) for name, parallel in FOUR_RANKS.items()]
+    found = measure(configs, 4, tmp_path)
+    for config in configs:
+        check(config, found[config.name], 4)
