@@ -1,0 +1,35 @@
+"""`calm-scale prep`: the prep section of a run, and looking into what it wrote."""
+
+from __future__ import annotations
+
+from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.stages.run_folder import store_config
+
+
+def run_prep(config: RunConfig, *, workers: int | None = None, dry_run: bool = False) -> int:
+    """Prepare the data; under MPI every rank calls it. With ``dry_run`` print the plan and write nothing."""
+    from data_prep.mpi import detect_ranks
+    from data_prep.pipeline import prepare
+
+    if config.prep is None:
+        raise ConfigError(f"run {config.name}: there is no `prep` section; extend configs/data/pile.yaml")
+    if workers is not None:
+        prep = config.prep.model_copy(update={"workers": workers})
+        config = config.model_copy(update={"prep": prep})
+    if dry_run:
+        return _print_plan(config)
+    ranks = detect_ranks()
+    if ranks.rank == 0:
+        store_config(config)
+    prepare(config, ranks=ranks)
+    return EXIT_OK
+
+
+def _print_plan(config: RunConfig) -> int:
+    from data_prep.plan import make_plan
+    from data_prep.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
+    make_plan(config, tokenizer).show()
+    return EXIT_OK
