@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from calm_scale.config.base import ConfigError
 from calm_scale.evaluation.brier import EvaluationError
 from calm_scale.lm.energy_score import energy_score
 from calm_scale.runtime.noise import PositionNoise, stream_seed
@@ -77,7 +78,7 @@ def score_texts(
         EvaluationError: a text with no patch to score, or a model that shows neither latents nor probabilities.
     """
     context = num_context or [0] * len(texts)
-    energy = hasattr(model, "draw_latents") and hasattr(model, "encode")
+    energy = _shows_latents(model)
     if not energy and not hasattr(model, "log_probs"):
         raise EvaluationError(
             "this model shows neither latents nor token probabilities: it cannot score a text"
@@ -107,6 +108,17 @@ def score_texts(
             TextScore("energy" if energy else "cross-entropy", mean, mean / k, scored, len(ids) - scored * k)
         )
     return scores
+
+
+def _shows_latents(model: Any) -> bool:
+    """Whether the model has a latent head; a baseline with the same methods refuses to encode."""
+    if not (hasattr(model, "draw_latents") and hasattr(model, "encode")):
+        return False
+    try:
+        model.encode(torch.zeros(1, model.patch_size, dtype=torch.int64))
+    except ConfigError:
+        return False
+    return True
 
 
 def _energy(

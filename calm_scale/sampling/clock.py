@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from calm_scale.config.base import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -71,11 +73,18 @@ class TimedModel:
 
     def draw(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
         """Head and decoder booked apart where the model offers ``draw_latents`` and ``decode_ids``."""
-        if not self._splits:
+        latents = self._latents(hidden, num_samples, generator) if self._splits else None
+        if latents is None:
             with self.clock.part("head + decoder"):
                 return self.model.draw(hidden, num_samples, generator)
-        model = cast("Any", self.model)
-        with self.clock.part("head"):
-            latents = model.draw_latents(hidden, num_samples, generator)
         with self.clock.part("decoder"):
-            return cast("Tensor", model.decode_ids(latents))
+            return cast("Tensor", cast("Any", self.model).decode_ids(latents))
+
+    def _latents(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor | None:
+        """The head's samples; None from a model that turns out to have none (the autoregressive baseline)."""
+        try:
+            with self.clock.part("head"):
+                return cast("Tensor", cast("Any", self.model).draw_latents(hidden, num_samples, generator))
+        except ConfigError:
+            self._splits = False
+            return None

@@ -72,6 +72,7 @@ def generate(
     prompts: Sequence[str | Sequence[int]],
     config: GenerationConfig,
     on_text: OnText | None = None,
+    max_patches: int | None = None,
 ) -> Generation:
     """Continues every prompt until an end token, a stop string or ``max_new_tokens``.
 
@@ -85,6 +86,7 @@ def generate(
         prompts: texts (a BOS is put before each, as before each document) or ready token ids.
         config: sampling rule and limits.
         on_text: called with (prompt index, new text) as text becomes final.
+        max_patches: positions of the model's context, prompt and continuation together; None does not check.
 
     Raises:
         SamplingError: a prompt the model cannot read, or longer than its context.
@@ -94,6 +96,8 @@ def generate(
     timed = TimedModel(model, clock)
     tempered = TemperedModel(timed, config.algorithm, config)
     split = [split_prompt(p, i, tokenizer, model.patch_size, model.vocab_size) for i, p in enumerate(prompts)]
+    if max_patches is not None:
+        _check_context(split, config.max_new_tokens, model.patch_size, max_patches)
     split.sort(key=lambda p: (len(p.full), p.index))
     done: list[Completion] = []
     with torch.no_grad():
@@ -158,14 +162,7 @@ class _Batch:
 
     def _num_patches(self, k: int) -> int:
         """Patches of the longest row, prompt and continuation."""
-        need = max(len(p.full) + -(-(len(p.given) + self.config.max_new_tokens) // k) for p in self.prompts)
-        limit = getattr(self.timed.model, "max_patches", None)
-        if limit is not None and need > limit:
-            raise SamplingError(
-                f"prompt and max_new_tokens {self.config.max_new_tokens} need {need} patches of {k} tokens, the "
-                f"model's context has {limit}; shorten one of them"
-            )
-        return need
+        return max(_patches_needed(p, self.config.max_new_tokens, k) for p in self.prompts)
 
     def _next_patches(self, place: int, hidden: Tensor, generator: torch.Generator) -> Tensor:
         """Ids ``[B, K]`` at patch index ``place``: prompt, completed head, or drawn; finished rows repeat zeros."""
@@ -217,6 +214,20 @@ class _Batch:
             num_front_bos=prompt.num_front,
             head=self.heads[row],
         )
+
+
+def _patches_needed(prompt: Prompt, max_new_tokens: int, k: int) -> int:
+    return len(prompt.full) + -(-(len(prompt.given) + max_new_tokens) // k)
+
+
+def _check_context(prompts: Sequence[Prompt], max_new_tokens: int, k: int, max_patches: int) -> None:
+    for prompt in prompts:
+        need = _patches_needed(prompt, max_new_tokens, k) - 1  # the last patch is written, not read again
+        if need > max_patches:
+            raise SamplingError(
+                f"prompt {prompt.index} ({prompt.num_tokens} tokens) and {max_new_tokens} new tokens need {need} "
+                f"patches of {k}, the model's context has {max_patches}; shorten one of them"
+            )
 
 
 def _speaker(on_text: OnText | None, index: int) -> Callable[[str], None] | None:

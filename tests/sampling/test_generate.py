@@ -128,7 +128,6 @@ def test_prompts_that_cannot_be_read(script, letters):
     letters.bos_id = None
     with pytest.raises(SamplingError, match="less than one patch"):
         generate(script(26, 4), letters, ["ab"], plain())
-    model = script(26, 4)
-    model.max_patches = 2
-    with pytest.raises(SamplingError, match="context has 2"):
-        generate(model, letters, [[0, 1, 2, 3]], plain())
+    with pytest.raises(SamplingError, match="need 2 patches of 4, the model's context has 1"):
+        generate(script(26, 4), letters, [[0, 1, 2, 3]], plain(), max_patches=1)
+    assert generate(script(26, 4), letters, [[0, 1, 2, 3]], plain(), max_patches=2).num_new_tokens == 8
