@@ -33,7 +33,7 @@ def submit(
     """Queue prep → autoencoder → language model → evaluation on SLURM; the chain finishes by itself."""
     from calm_scale.stages.submit import submit_run
 
-    raise typer.Exit(submit_run(load(config, set_ or ()), config, cluster, set_ or [], dry_run))
+    raise typer.Exit(submit_run(load(config, set_ or ()), config, cluster, dry_run=dry_run))
 
 
 def status(

@@ -48,4 +48,6 @@ def generate(
     """Sample text: likelihood-free temperature sampling (Algorithm 1 or 2), streamed to the terminal."""
     from calm_scale.stages.generate import run_generation
 
-    raise typer.Exit(run_generation(load(config, set_ or ()), prompts=prompt or [], jsonl=jsonl, step=step))
+    raise typer.Exit(
+        run_generation(load(config, set_ or ()), prompts=prompt or [], jsonl=jsonl, out=out, step=step)
+    )
