@@ -43,6 +43,9 @@ def generate(
         Path | None,
         typer.Option("--jsonl", help="Read prompts from a JSON-lines file (`prompt`), print JSON lines."),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File that --jsonl writes (default: stdout).")
+    ] = None,
     step: Step = None,
 ) -> None:
     """Sample text: likelihood-free temperature sampling (Algorithm 1 or 2), streamed to the terminal."""
