@@ -1,0 +1,113 @@
+"""`calm-scale generate`: text from a checkpoint, streamed to the terminal or as JSON lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.runtime.world import init_world
+from calm_scale.stages.model import open_model
+
+if TYPE_CHECKING:
+    from calm_scale.sampling.generate import Generation
+
+
+def run_generation(
+    config: RunConfig,
+    *,
+    prompts: Sequence[str],
+    jsonl: Path | None = None,
+    out: Path | None = None,
+    step: int | None = None,
+) -> int:
+    """Continue the prompts (``--prompt`` or a JSON-lines file; one empty prompt when there is none)."""
+    from calm_scale.sampling.generate import generate
+    from data_prep.tokenizer import load_tokenizer
+
+    texts = [*prompts, *(read_prompts(jsonl) if jsonl else [])] or [""]
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
+    world = init_world()
+    try:
+        opened = open_model(config, world, step)
+        streaming = jsonl is None and len(texts) == 1
+        if streaming:
+            sys.stdout.write(texts[0])
+        done = generate(
+            opened.model, tokenizer, texts, config.generation, on_text=_stream if streaming else None
+        )
+    finally:
+        world.close()
+    if jsonl is not None:
+        _write_lines(done, texts, out)
+    elif streaming:
+        sys.stdout.write("\n")
+    else:
+        for completion in done.completions:
+            sys.stdout.write(f"{texts[completion.index]}{completion.text}\n\n")
+    _say_speed(done)
+    return EXIT_OK
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The ``prompt`` of every line.
+
+    Raises:
+        ConfigError: names file and line of what is not a JSON object with a text `prompt`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the prompts: {error}") from None
+    prompts: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise ConfigError(f'{path}:{number}: expected a JSON object such as {{"prompt": "The sea"}}')
+        prompts.append(prompt)
+    if not prompts:
+        raise ConfigError(f"{path}: holds no prompt")
+    return prompts
+
+
+def _stream(_index: int, text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _write_lines(done: Generation, texts: Sequence[str], out: Path | None) -> None:
+    rows = [
+        {"prompt": texts[completion.index], **dataclasses.asdict(completion)}
+        for completion in done.completions
+    ]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if out is None:
+        sys.stdout.write(lines)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(out.name + ".tmp")
+        partial.write_text(lines, encoding="utf-8")
+        partial.replace(out)
+
+
+def _say_speed(done: Generation) -> None:
+    parts = ", ".join(f"{name} {spent:.2f} s" for name, spent in done.seconds.items())
+    fallbacks = f", {done.num_fallbacks} fall-backs" if done.num_fallbacks else ""
+    Console(stderr=True).print(
+        f"{done.num_new_tokens} tokens at {done.tokens_per_s:.1f} tokens/s ({parts}); {done.sampler}: "
+        f"{done.num_draws} draws for {done.num_patches} patches{fallbacks}",
+        soft_wrap=True,
+        highlight=False,
+    )

@@ -1,0 +1,64 @@
+"""Opening a trained language model for evaluation or generation: a verified checkpoint, whole on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.inventory import find, verify
+from calm_scale.checkpoint.layout import SHARDS
+from calm_scale.config import CalmScaleError, RunConfig
+from calm_scale.runtime.world import World
+from calm_scale.stages.launch import lm_section
+from calm_scale.stages.lm import frozen_autoencoder
+
+if TYPE_CHECKING:
+    from calm_scale.lm.patch_model import MegatronPatchModel
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model to draw from, and what it is."""
+
+    model: MegatronPatchModel
+    card: Card
+
+    def provenance(self, data_fingerprint: str | None = None) -> dict[str, str]:
+        """Names of what is scored, for a result that can be compared."""
+        names = {
+            "run": self.card.run_id,
+            "step": str(self.card.step),
+            "config": self.card.config_hash,
+            "tokenizer": self.card.tokenizer_fingerprint,
+        }
+        if self.card.autoencoder_fingerprint is not None:
+            names["autoencoder"] = self.card.autoencoder_fingerprint
+        if data_fingerprint is not None:
+            names["data"] = data_fingerprint
+        return names
+
+
+def open_model(config: RunConfig, world: World, step: int | None = None) -> OpenModel:
+    """The newest complete checkpoint of the run (or ``step``), read whole whatever layout wrote it.
+
+    Raises:
+        NothingToResumeError: no such checkpoint.
+        CalmScaleError: it is damaged, or the autoencoder is not the one it was trained against.
+    """
+    from calm_scale.lm.patch_model import load_patch_model
+
+    stage = lm_section(config)
+    entry = verify(find(config.workdir / "lm", step).path)
+    if entry.state != "complete" or entry.card is None:
+        raise CalmScaleError(f"{entry.path}: {entry.state}: {entry.reason}; name another step with --step")
+    codec = None
+    if stage.head.kind != "softmax":
+        codec, card = frozen_autoencoder(config, None, world.device)
+        trained_with = entry.card.autoencoder_fingerprint
+        if card.fingerprint != trained_with:
+            raise CalmScaleError(
+                f"{config.autoencoder_export}: has fingerprint {card.fingerprint}, but {entry.path.name} was "
+                f"trained against {trained_with}; point lm.autoencoder at that one"
+            )
+    return OpenModel(load_patch_model(config, entry.path / SHARDS, world, codec), entry.card)
