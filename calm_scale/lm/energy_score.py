@@ -17,7 +17,7 @@ from calm_scale.runtime.noise import NoiseChunk, PositionNoise
 
 Backend = Literal["auto", "torch", "triton"]
 DRAWS = 128  # posterior draws in one stream; part of the noise's name, so changing it changes the numbers
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 19
 _NEAR = 0.05  # d² below this share of |e|² + |y|² is recomputed from the difference itself
 _MIN_SQUARED = 1e-30  # floor under d² where it is raised to a negative power
 
@@ -108,26 +108,33 @@ def _to_posterior(
     for first in range(0, num_posterior, DRAWS):
         count = min(DRAWS, num_posterior - first)
         e = chunk.normal(f"posterior/{first}", count, size).to(y.dtype).mul_(std[:, None])
-        total = y_squared[:, :, None] + torch.linalg.vector_norm(e, dim=-1).square_()[:, None, :]
-        squared = torch.baddbmm(total, y, e.transpose(1, 2), alpha=-2)
-        near = squared < total.mul_(_NEAR)
-        pairs = near.nonzero(as_tuple=True) if bool(near.any()) else None
-        if pairs is not None:
-            row, n, m = pairs
-            difference = y[row, n] - e[row, m]
-            squared[pairs] = difference.square().sum(-1)
-        powers, weights = _power(squared, alpha)
-        value += powers.sum((1, 2))
-        if not wants_grad:
-            continue
-        if pairs is not None:  # y·w − w·e would cancel there as well
-            pull = difference * weights[pairs][:, None]
-            weights[pairs] = 0
-            slope.view(-1, size).index_add_(0, row * num_samples + n, pull)
-        slope += y * weights.sum(-1, keepdim=True)
-        slope.baddbmm_(weights, e, alpha=-1)
+        value += _to_draws(y, y_squared, e, alpha, slope if wants_grad else None)
+        del e  # or two sets of draws would be alive at once
     factor = 2.0 / (num_samples * num_posterior)
     return value * factor, slope.mul_(factor)
+
+
+def _to_draws(
+    y: torch.Tensor, y_squared: torch.Tensor, e: torch.Tensor, alpha: float, slope: torch.Tensor | None
+) -> torch.Tensor:
+    """Σ_n Σ_m ‖y_n − e_m‖^α [R] for draws e [R, m, l]; its gradient in y is added to ``slope`` [R, N, l]."""
+    num_samples, size = y.shape[1:]
+    total = y_squared[:, :, None] + torch.linalg.vector_norm(e, dim=-1).square_()[:, None, :]
+    squared = torch.baddbmm(total, y, e.transpose(1, 2), alpha=-2)
+    near = squared < total.mul_(_NEAR)
+    pairs = near.nonzero(as_tuple=True) if bool(near.any()) else None
+    if pairs is not None:
+        row, n, m = pairs
+        difference = y[row, n] - e[row, m]
+        squared[pairs] = difference.square().sum(-1)
+    powers, weights = _power(squared, alpha)
+    if slope is not None:
+        if pairs is not None:  # y·w − w·e would cancel there as well
+            slope.view(-1, size).index_add_(0, row * num_samples + n, difference * weights[pairs][:, None])
+            weights[pairs] = 0
+        slope += y * weights.sum(-1, keepdim=True)
+        slope.baddbmm_(weights, e, alpha=-1)
+    return powers.sum((1, 2))
 
 
 class _Pairs:
