@@ -74,20 +74,27 @@ def local_layer() -> ModuleSpec:
 
 
 class Rotary(nn.Module):
-    """Rotary angles [positions, 1, 1, d_h] for Megatron's attention (rotate-half form). Holds no parameters."""
+    """Rotary angles [positions, 1, 1, d_h] for Megatron's attention (rotate-half form). Holds no parameters.
+
+    Angles are fp32 whatever the model's type. The table grows when a longer sequence than trained on is read.
+    """
 
     def __init__(self, config: BackboneConfig, device: torch.device) -> None:
         super().__init__()
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        angles = torch.outer(torch.arange(config.positions).float(), config.rope_theta**-exponent)
-        self.angles: torch.Tensor
-        self.register_buffer(
-            "angles", torch.cat([angles, angles], dim=-1)[:, None, None, :].to(device), persistent=False
-        )
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        self._frequencies = config.rope_theta**-exponent
+        self._device = device
+        self._angles = self._table(config.positions)
 
     def forward(self, start: int, stop: int) -> torch.Tensor:
         """Angles of positions [start, stop)."""
-        return self.angles[start:stop]
+        if stop > self._angles.shape[0]:
+            self._angles = self._table(2 * stop)
+        return self._angles[start:stop]
+
+    def _table(self, num_positions: int) -> torch.Tensor:
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), self._frequencies)
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :].float().to(self._device)
 
 
 def core_attentions(backbone: TransformerBlock) -> list[SdpaCoreAttention]:
