@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.documents import HARMLESS
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, StarvedSplitError
 from data_prep.journal import Journal
 from data_prep.manifest import (
     DocumentCounts,
@@ -141,7 +141,7 @@ def write_split(
     """Write the tail shards of one split and build its manifest (not yet written).
 
     Raises:
-        PrepError: the split did not get one whole sequence.
+        StarvedSplitError: the split did not get one whole sequence.
     """
     prep = plan.prep
     shards: list[ShardEntry] = []
@@ -239,11 +239,11 @@ def _refuse_starved(plan: Plan, split: Split, tokens: TokenCounts, records: list
         o.text_tokens + o.bos + o.eos + o.padding for record in records for o in record.splits.values()
     )
     if everything < length or split.name == "train":
-        raise PrepError(
+        raise StarvedSplitError(
             f"the split {split.name!r} got {tokens.tail} of {everything} tokens, less than one sequence of {length}: "
             "add text or lower prep.sequence_length"
         )
-    raise PrepError(
+    raise StarvedSplitError(
         f"prep.splits.{split.name} = {split.high - split.low:g} gives the split {split.name!r} {tokens.tail} tokens, "
         f"less than one sequence of {length}: the smallest share that works with this corpus is about "
         f"{min(1.0, 1.2 * length / everything):.2g}"

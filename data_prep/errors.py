@@ -12,6 +12,10 @@ class PrepError(CalmScaleError):
     """Preparing the data cannot go on."""
 
 
+class StarvedSplitError(PrepError):
+    """A split did not get one whole sequence."""
+
+
 class ShardError(CalmScaleError):
     """A shard or manifest is missing, damaged, incomplete, or not what it says it is."""
 

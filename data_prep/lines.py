@@ -46,9 +46,6 @@ class LineStream:
         self._position = self._start  # of the first byte of _waiting
         self._line = 1
         self.ended = False
-        if not self._start and self._more() and self._waiting.startswith(BOM):
-            self.stream.notes["byte_order_marks"] += 1
-            self._advance(len(BOM))
 
     @cached_property
     def lines_skipped(self) -> int:
@@ -57,6 +54,8 @@ class LineStream:
 
     def blocks(self, segment: int) -> Iterator[LineBlock]:
         """The lines of ``segment``, in blocks of about 4 MiB."""
+        if not self._position:
+            self._drop_byte_order_mark()
         self._skip_to(segment * self._segment_bytes)
         end = (segment + 1) * self._segment_bytes
         while self._position < end and (self._waiting or self._more()):
@@ -67,6 +66,11 @@ class LineStream:
                 size += len(pieces[-1])
             yield from self._whole_lines(pieces, end)
         self.ended = not self._waiting and not self._more()
+
+    def _drop_byte_order_mark(self) -> None:
+        if self._more() and self._waiting.startswith(BOM):
+            self.stream.notes["byte_order_marks"] += 1
+            self._advance(len(BOM))
 
     def _whole_lines(self, pieces: list[bytes], end: int) -> Iterator[LineBlock]:
         """Yield whole lines; the line that is cut goes back, or is read to its end when it crosses ``end`` or

@@ -72,11 +72,13 @@ class AlignedPacker:
 
 class BestFitPacker:
     """Best-fit decreasing over windows of ``WINDOW_TOKENS`` ids, cut at documents: bounded memory, and the same
-    windows however the documents arrive."""
+    windows however the documents arrive. The later pieces of a document longer than a sequence each stand first
+    in a sequence of their own, so that none follows the end of another document."""
 
     def __init__(self, sequence_length: int, alignment: int, pad_id: int) -> None:
         self._length, self._alignment, self._pad = sequence_length, alignment, pad_id
-        self._waiting: list[Ids] = []
+        self._starts: list[Ids] = []  # documents, or their first sequence_length ids
+        self._rests: list[Ids] = []
         self._size = 0
         self.padding = 0
 
@@ -85,8 +87,9 @@ class BestFitPacker:
         out: list[Ids] = []
         for i in range(len(offsets) - 1):
             document = ids[offsets[i] : offsets[i + 1]]
-            for start in range(0, len(document), self._length):
-                self._waiting.append(document[start : start + self._length])
+            self._starts.append(document[: self._length])
+            rest = range(self._length, len(document), self._length)
+            self._rests += [document[start : start + self._length] for start in rest]
             self._size += len(document)
             if self._size >= WINDOW_TOKENS:
                 out.append(self.finish())
@@ -94,11 +97,10 @@ class BestFitPacker:
 
     def finish(self) -> Ids:
         """Pack the window: whole sequences [n · sequence_length]."""
-        pieces, self._waiting, self._size = self._waiting, [], 0
-        bins: list[list[Ids]] = []
-        room: list[tuple[int, int]] = []  # (free ids, bin), sorted
-        for piece in sorted(pieces, key=len, reverse=True):
-            need = -(-len(piece) // self._alignment) * self._alignment
+        bins = [[piece] for piece in self._rests]
+        room = sorted((self._length - self._padded(piece), i) for i, piece in enumerate(self._rests))
+        for piece in sorted(self._starts, key=len, reverse=True):
+            need = self._padded(piece)
             at = bisect_left(room, (need, -1))
             if at == len(room):
                 bins.append([piece])
@@ -112,9 +114,14 @@ class BestFitPacker:
             at = number * self._length
             for piece in members:
                 out[at : at + len(piece)] = piece
-                at += -(-len(piece) // self._alignment) * self._alignment
-        self.padding += len(out) - sum(map(len, pieces))
+                at += self._padded(piece)
+        self.padding += len(out) - self._size
+        self._starts, self._rests, self._size = [], [], 0
         return out
+
+    def _padded(self, piece: Ids) -> int:
+        """Length rounded up to the alignment."""
+        return -(-len(piece) // self._alignment) * self._alignment
 
 
 def build_packer(packing: str, sequence_length: int, alignment: int, pad_id: int | None) -> Packer:

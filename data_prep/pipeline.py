@@ -14,7 +14,7 @@ from calm_scale.config import RunConfig
 from calm_scale.config.base import CalmScaleError
 from data_prep.assemble import check_limit, collect, write_rejected, write_split
 from data_prep.dedup import find_duplicates
-from data_prep.errors import EncoderMismatchError, PrepError, explain
+from data_prep.errors import EncoderMismatchError, PrepError, StarvedSplitError, explain
 from data_prep.journal import WORK_FOLDER, FolderLock, Journal
 from data_prep.manifest import Manifest
 from data_prep.mpi import Ranks, detect_ranks
@@ -187,7 +187,11 @@ def _conclude(
     records, totals = collect(plan, journal)
     rejected = write_rejected(plan, journal, records, totals)
     check_limit(plan, totals, rejected)
-    manifests = [write_split(plan, journal, tokenizer, split, records, totals) for split in plan.splits]
+    try:
+        manifests = [write_split(plan, journal, tokenizer, split, records, totals) for split in plan.splits]
+    except StarvedSplitError:
+        journal.clear()  # other settings are needed, so nothing of this is worth keeping
+        raise
     for manifest in manifests:
         manifest.write(journal.data_dir / manifest.split)
     names = ("text", "bos", "eos", "padding", "tail", "stored")

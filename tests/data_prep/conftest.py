@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,14 @@ import zstandard
 
 from calm_scale.config import RunConfig
 from data_prep.bpe import train_bpe
+from data_prep.manifest import Manifest
+from data_prep.reading import ShardDataset
 
-WORDS = (
+WORDS = re.split(
+    " ",
     "the a of energy patch token model score latent brier encoder stream shard größer Straße naïve 模型 данные "
-    "def return lambda 1234 3.14 != <= ... (x) [y] don't we'll"
-).split()
+    "def return lambda 1234 3.14 != <= ... (x) [y] don't we'll",
+)
 
 
 def make_texts(count: int, seed: int = 0, words: int = 60) -> list[str]:
@@ -67,3 +72,40 @@ def make_config(tmp_path: Path, tokenizer_path: Path) -> Callable[..., RunConfig
         )
 
     return build
+
+
+def stored_documents(split_dir: Path) -> list[list[int]]:
+    """The documents of a split as ids, without BOS and padding: each begins at a BOS."""
+    manifest = Manifest.read(split_dir)
+    documents: list[list[int]] = []
+    dataset = ShardDataset(split_dir, manifest.sequence_length)
+    for i in range(len(dataset)):
+        if manifest.packing == "best-fit":
+            documents.append([])  # a sequence begins with a document or with the rest of a long one
+        for token in dataset[i].tolist():
+            if token == manifest.bos_id:
+                documents.append([])
+            elif token not in (manifest.pad_id, manifest.eos_id):
+                documents[-1].append(token)
+    return documents
+
+
+def data_bytes(data_dir: Path) -> dict[str, bytes]:
+    """Every file a prep wrote but its log and lock."""
+    left_out = {"prep.log.jsonl", ".prep.lock"}
+    return {
+        str(p.relative_to(data_dir)): p.read_bytes()
+        for p in sorted(data_dir.rglob("*"))
+        if p.is_file() and p.name not in left_out
+    }
+
+
+@pytest.fixture(scope="session")
+def kit() -> SimpleNamespace:
+    """The helpers of this folder's tests."""
+    return SimpleNamespace(
+        make_texts=make_texts,
+        write_lines=write_lines,
+        stored_documents=stored_documents,
+        data_bytes=data_bytes,
+    )

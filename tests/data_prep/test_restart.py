@@ -1,0 +1,271 @@
+"""One result for any number of workers, ranks, kills and restarts; never a mixture (faults 7 and 8)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from calm_scale.config import RunConfig
+from data_prep.errors import PrepError
+from data_prep.mpi import MpiMismatchError, detect_ranks
+from data_prep.pipeline import prepare
+from data_prep.shards import ShardWriter
+
+MakeConfig = Callable[..., RunConfig]
+SCRIPT = """
+import sys
+from calm_scale.config import RunConfig
+from calm_scale.config.base import CalmScaleError
+from data_prep.pipeline import prepare
+if __name__ == "__main__":
+    try:
+        prepare(RunConfig.model_validate_json(open(sys.argv[1]).read()), show=False)
+    except CalmScaleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+"""
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_", "PMI"))} | {
+    "OMP_NUM_THREADS": "1"
+}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, kit: SimpleNamespace) -> Path:
+    texts = kit.make_texts(4000, words=120)
+    for i, part in enumerate((texts[:2600], texts[2600:3400], texts[3400:])):
+        kit.write_lines(tmp_path / f"in/{i}.jsonl{'.zst' if i else ''}", part)
+    return tmp_path / "in"
+
+
+SETTINGS = {"segment_megabytes": 0.1, "splits": {"heldout": 0.1, "autoencoder": 0.2}, "sequence_length": 128}
+
+
+def command(config: RunConfig, tmp_path: Path, ranks: int = 1) -> list[str]:
+    script, document = tmp_path / "prep.py", tmp_path / f"{config.workdir.name}.json"
+    script.write_text(SCRIPT)
+    document.write_text(config.model_dump_json())
+    own = [sys.executable, str(script), str(document)]
+    mpirun = str(Path(sys.executable).parent / "mpirun")
+    return own if ranks == 1 else [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), *own]
+
+
+@pytest.mark.ranks
+def test_bytes_do_not_depend_on_ranks_or_workers(
+    tmp_path: Path, corpus: Path, make_config: MakeConfig, kit: SimpleNamespace
+) -> None:
+    alone = make_config(corpus, "alone", **SETTINGS)
+    prepare(alone, show=False)
+    expected = kit.data_bytes(alone.data_dir)
+    assert sum(name.endswith(".shard") for name in expected) > 20
+    two = make_config(corpus, "two", workers=2, **SETTINGS)
+    prepare(two, show=False)
+    assert kit.data_bytes(two.data_dir) == expected | {"plan.json": kit.data_bytes(two.data_dir)["plan.json"]}
+    mpi = make_config(corpus, "mpi", **SETTINGS)
+    subprocess.run(command(mpi, tmp_path, ranks=2), check=True, env=ENVIRONMENT, timeout=120)
+    assert kit.data_bytes(mpi.data_dir) == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "then"), [(1, 2), (2, 1)])
+def test_kill_9_and_rerun_gives_the_same_bytes_without_redoing(
+    tmp_path: Path, corpus: Path, make_config: MakeConfig, kit: SimpleNamespace, ranks: int, then: int
+) -> None:
+    whole = make_config(corpus, "whole", **SETTINGS)
+    prepare(whole, show=False)
+    expected = kit.data_bytes(whole.data_dir)
+    num_records = sum(name.endswith(".shard") and name.startswith("train/0") for name in expected)
+    killed = make_config(corpus, "killed", **SETTINGS)
+    records = killed.data_dir / ".prep/records"
+    kills = 0
+    for share in (0.1, 0.5, 0.9):
+        process = subprocess.Popen(
+            command(killed, tmp_path, ranks),
+            env=ENVIRONMENT,
+            start_new_session=True,
+            stderr=subprocess.DEVNULL,
+        )
+        while process.poll() is None and len(list(records.glob("*.json"))) < share * num_records:
+            time.sleep(0.002)
+        kills += process.poll() is None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        _wait_until_unlocked(killed.data_dir)
+    assert kills >= 2
+    kept = {p: p.stat().st_mtime_ns for p in (killed.data_dir / "train").glob("0*.shard")}
+    assert not (killed.data_dir / "manifest.json").exists() or len(kept) == num_records
+    subprocess.run(command(killed, tmp_path, then), check=True, env=ENVIRONMENT, timeout=120)
+    assert kit.data_bytes(killed.data_dir) == expected
+    untouched = sum(path.stat().st_mtime_ns == written for path, written in kept.items())
+    assert untouched >= len(kept) - ranks
+
+
+def _wait_until_unlocked(data_dir: Path) -> None:
+    """mpirun's ranks die a moment after it does."""
+    import fcntl
+
+    for _ in range(500):
+        try:
+            with (data_dir / ".prep.lock").open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+        except (OSError, FileNotFoundError):
+            time.sleep(0.02)
+    pytest.fail("the killed prep's lock was never released")
+
+
+def interrupt(config: RunConfig, monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
+    """Run until the ``after``-th shard is to be closed, then fail with ``error``."""
+    closed = 0
+    close = ShardWriter.close
+
+    def failing(writer: ShardWriter):
+        nonlocal closed
+        closed += 1
+        if closed > after:
+            raise error
+        return close(writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "close", failing)
+        with pytest.raises(PrepError if isinstance(error, OSError) else type(error)) as caught:
+            prepare(config, show=False)
+    if isinstance(error, OSError):
+        assert "the disk is full" in str(caught.value)
+
+
+def test_a_full_disk_ends_clean_and_goes_on(
+    tmp_path: Path,
+    corpus: Path,
+    make_config: MakeConfig,
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = make_config(corpus, **SETTINGS)
+    interrupt(config, monkeypatch, 10, OSError(errno.ENOSPC, "No space left on device"))
+    assert not list(config.data_dir.rglob("*.part"))
+    assert not (config.data_dir / "train/manifest.json").exists()
+    prepare(config, show=False)
+    whole = make_config(corpus, "whole", **SETTINGS)
+    prepare(whole, show=False)
+    assert kit.data_bytes(config.data_dir) == kit.data_bytes(whole.data_dir)
+
+
+def test_a_full_disk_is_foreseen(tmp_path: Path, corpus: Path, make_config: MakeConfig, monkeypatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(PrepError, match=r"need about 0\.0 GB.*free some space"):
+        prepare(make_config(corpus, **SETTINGS), show=False)
+
+
+def test_changed_settings_inputs_or_tokenizer_are_never_mixed(
+    tmp_path: Path, corpus: Path, make_config: MakeConfig, kit: SimpleNamespace, monkeypatch
+) -> None:
+    config = make_config(corpus, **SETTINGS)
+    interrupt(config, monkeypatch, 10, KeyboardInterrupt())
+    before = kit.data_bytes(config.data_dir)
+    for changed, named in (
+        (make_config(corpus, **{**SETTINGS, "sequence_length": 64}), "sequence_length: 128 → 64"),
+        (make_config(corpus, tokenizer={"add_eos": True}, **SETTINGS), "add_eos: false → true"),
+    ):
+        with pytest.raises(PrepError, match=f"other settings or inputs.*{named}"):
+            prepare(changed, show=False)
+    assert kit.data_bytes(config.data_dir) == before
+    (corpus / "0.jsonl").touch()
+    with pytest.raises(PrepError, match="mtime_ns"):
+        prepare(config, show=False)
+    prepare(config, show=False, restart=True)
+    report = prepare(config, show=False)
+    assert report.already_done
+    kit.write_lines(corpus / "0.jsonl", ["new"])
+    with pytest.raises(PrepError, match="a finished prep with other settings or inputs"):
+        prepare(config, show=False)
+
+
+def test_two_preps_on_one_folder_are_refused(tmp_path: Path, corpus: Path, make_config: MakeConfig) -> None:
+    from data_prep.journal import FolderLock
+
+    config = make_config(corpus, **SETTINGS)
+    with FolderLock(config.data_dir), pytest.raises(PrepError, match=rf"another prep.*process {os.getpid()}"):
+        prepare(config, show=False)
+    prepare(config, show=False)
+
+
+def test_a_lost_record_or_shard_is_redone(
+    tmp_path: Path, corpus: Path, make_config: MakeConfig, kit: SimpleNamespace, monkeypatch
+) -> None:
+    config = make_config(corpus, **SETTINGS)
+    interrupt(config, monkeypatch, 30, KeyboardInterrupt())
+    records = sorted((config.data_dir / ".prep/records").glob("*.json"))
+    records[0].unlink()
+    next((config.data_dir / "train").glob("*.shard")).unlink()
+    prepare(config, show=False)
+    whole = make_config(corpus, "whole", **SETTINGS)
+    prepare(whole, show=False)
+    assert kit.data_bytes(config.data_dir) == kit.data_bytes(whole.data_dir)
+
+
+@pytest.mark.ranks
+def test_the_error_of_one_worker_ends_all_within_seconds(
+    tmp_path: Path, corpus: Path, make_config: MakeConfig, kit: SimpleNamespace
+) -> None:
+    cut = corpus / "9.jsonl.zst"
+    kit.write_lines(cut, kit.make_texts(50))
+    cut.write_bytes(cut.read_bytes()[:-10])
+    with pytest.raises(PrepError, match=r"9\.jsonl\.zst is truncated"):
+        prepare(make_config(corpus, workers=2, **SETTINGS), show=False)
+    config = make_config(corpus, "mpi", **SETTINGS)
+    result = subprocess.run(
+        command(config, tmp_path, 2), env=ENVIRONMENT, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert "9.jsonl.zst is truncated" in result.stderr
+
+
+def test_a_launcher_mismatch_is_refused_and_nothing_written(
+    tmp_path: Path, corpus: Path, make_config: MakeConfig
+) -> None:
+    config = make_config(corpus, **SETTINGS)
+    own = command(config, tmp_path)
+    tasks = [
+        subprocess.Popen(
+            own,
+            env=ENVIRONMENT | {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for task in tasks:
+        _, stderr = task.communicate(timeout=60)
+        assert task.returncode == 1
+        assert "the environment says 2 tasks" in stderr
+        assert "MPI says 1" in stderr
+    assert not config.data_dir.exists()
+
+
+def test_who_am_i() -> None:
+    assert detect_ranks({}).size == 1
+    assert detect_ranks({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).size == 1
+    assert detect_ranks({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "4"}).size == 1
+    with pytest.raises(MpiMismatchError, match="torchrun"):
+        detect_ranks({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0"})
+
+
+def test_the_log_is_machine_readable(tmp_path: Path, corpus: Path, make_config: MakeConfig) -> None:
+    config = make_config(corpus, **SETTINGS)
+    prepare(config, show=False)
+    events = [json.loads(line) for line in (config.data_dir / "prep.log.jsonl").read_text().splitlines()]
+    assert events[0]["event"] == "start"
+    assert events[-1]["event"] == "done"
+    assert events[-1]["documents"]["kept"] == 4000
