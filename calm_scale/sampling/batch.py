@@ -8,6 +8,7 @@ C(Np, x) / N^x → p^x / Γ(x+1) it is consistent for P^{1/T}/Z as N → ∞. Bo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -86,8 +87,7 @@ class Runs:
 def distinct(candidates: Tensor, vocab_size: int) -> Runs:
     """Counts the distinct patches of each row of ids ``[N, R, K]`` by one sort, no hashing by hand per row."""
     num_candidates = candidates.shape[0]
-    patches = candidates.transpose(0, 1)
-    ordered, position, differs = _ordered(patches, vocab_size)
+    ordered, position, differs = _ordered(candidates, vocab_size)
     last = torch.ones_like(ordered, dtype=torch.bool)
     last[:, :-1] = differs
     end = last.view(-1).nonzero()[:, 0]  # a row's final candidate always ends a run, so runs never cross rows
@@ -95,23 +95,42 @@ def distinct(candidates: Tensor, vocab_size: int) -> Runs:
     return Runs(count, position.view(-1)[end], end // num_candidates, last.sum(1).cumsum(0))
 
 
-def _ordered(patches: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _ordered(candidates: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes ``[R, N]`` sorted within rows, the candidate at each place, and where neighbours differ ``[R, N-1]``."""
-    width = patches.shape[-1]
-    if vocab_size**width <= _INT64:
-        place = torch.tensor([vocab_size**k for k in range(width)], device=patches.device)
-        ordered, position = (patches * place).sum(-1).sort(dim=1)
-        return ordered, position, ordered[:, 1:] != ordered[:, :-1]
-    odd = torch.tensor([_HASH**k % 2**64 for k in range(1, width + 1)], dtype=torch.uint64)
-    ordered, position = (patches * odd.view(torch.int64).to(patches.device)).sum(-1).sort(dim=1)
+    words = _words(candidates, vocab_size)
+    code = words[0]
+    for k, word in enumerate(words[1:], 1):
+        code = code + word * (_HASH**k % 2**63)
+    ordered, position = code.sort(dim=1)
     differs = ordered[:, 1:] != ordered[:, :-1]
-    # A hash may collide (about 2^-50 a call): then, and only then, number the patches exactly.
-    aligned = patches.gather(1, position[..., None].expand_as(patches))
-    if not torch.equal((aligned[:, 1:] != aligned[:, :-1]).any(-1), differs):
-        _, code = patches.reshape(-1, width).unique(dim=0, return_inverse=True)
-        ordered, position = code.view(patches.shape[:2]).sort(dim=1)
-        differs = ordered[:, 1:] != ordered[:, :-1]
-    return ordered, position, differs
+    if len(words) == 1 or torch.equal(differs, _any_differs(words, position)):
+        return ordered, position, differs
+    # Two patches shared a hash (about once in 2^40 calls): number the patches exactly.
+    patches = candidates.transpose(0, 1)
+    _, code = patches.flatten(0, 1).unique(dim=0, return_inverse=True)
+    ordered, position = code.view(patches.shape[:2]).sort(dim=1)
+    return ordered, position, ordered[:, 1:] != ordered[:, :-1]
+
+
+def _words(candidates: Tensor, vocab_size: int) -> list[Tensor]:
+    """Exact int64 numbers ``[R, N]`` of as many tokens each as 63 bits hold; all equal means equal patches."""
+    per_word = max(1, int(math.log(_INT64) / math.log(max(2, vocab_size))))
+    words = []
+    for begin in range(0, candidates.shape[-1], per_word):
+        word = candidates[..., begin].T
+        for k in range(begin + 1, min(begin + per_word, candidates.shape[-1])):
+            word = torch.add(candidates[..., k].T, word, alpha=vocab_size)
+        words.append(word.contiguous())
+    return words
+
+
+def _any_differs(words: list[Tensor], position: Tensor) -> Tensor:
+    """Where neighbours in the given order differ in some word, bool ``[R, N-1]``."""
+    out = torch.zeros_like(position[:, 1:], dtype=torch.bool)
+    for word in words:
+        aligned = word.gather(1, position)
+        out |= aligned[:, 1:] != aligned[:, :-1]
+    return out
 
 
 @lru_cache(maxsize=16)

@@ -87,4 +87,5 @@ class TimedModel:
                 return cast("Tensor", cast("Any", self.model).draw_latents(hidden, num_samples, generator))
         except ConfigError:
             self._splits = False
+            self.clock.seconds.pop("head", None)
             return None

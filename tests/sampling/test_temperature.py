@@ -142,7 +142,7 @@ def test_counts_of_distinct_patches(generator, vocab_size, patch_size):
 def test_hash_collisions_are_found(generator, monkeypatch):
     """With a useless hash (all zero) the exact numbering takes over."""
     monkeypatch.setattr("calm_scale.sampling.batch._HASH", 0)
-    candidates = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1], [1, 2, 3, 4]])[:, None]
+    candidates = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4]])[:, None]
     runs = distinct(candidates, 128_256)
     assert sorted(runs.count.tolist()) == [1, 2]
 
