@@ -45,7 +45,8 @@ class Compressor(nn.Module):
             if latents is None:
                 raise ValueError("this input mode reads the autoencoder's latents, none were given")
             parts.append(self.latent(latents))
-        return self.norm(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+        compressed: torch.Tensor = self.norm(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+        return compressed
 
 
 class PlainEmbedding(nn.Module):
@@ -59,7 +60,8 @@ class PlainEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor, latents: torch.Tensor | None = None) -> torch.Tensor:
         """Look up."""
-        return self.embedding(tokens)
+        embedded: torch.Tensor = self.embedding(tokens)
+        return embedded
 
 
 class TokenInput(nn.Module):
@@ -81,7 +83,8 @@ class TokenInput(nn.Module):
         patches = tokens.view(b, num_tokens // self.patch_size, self.patch_size)
         embedded = self.embedding(patches).flatten(2)
         hidden, _ = self.expand(embedded)
-        return self.contract(nn.functional.silu(hidden))[0]
+        contracted: torch.Tensor = self.contract(nn.functional.silu(hidden))[0]
+        return contracted
 
 
 class LatentInput(nn.Module):
@@ -100,4 +103,5 @@ class LatentInput(nn.Module):
         positions_first = latents.transpose(0, 1).to(self.linear.weight.dtype).contiguous()
         if self.sequence_parallel:
             positions_first = scatter_to_sequence_parallel_region(positions_first)
-        return self.linear(positions_first)
+        projected: torch.Tensor = self.linear(positions_first)
+        return projected

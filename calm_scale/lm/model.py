@@ -153,7 +153,7 @@ class CalmModel(nn.Module):
         return described
 
 
-def _describe(module: nn.Module, prefix: str, metadata: dict[str, Any], default: Any) -> dict[str, Any]:
+def _describe(module: Any, prefix: str, metadata: dict[str, Any], default: Any) -> dict[str, Any]:
     """Ask the innermost modules that know how they are sharded; the rest is replicated."""
     from megatron.core import parallel_state
 

@@ -93,7 +93,7 @@ class MegatronPatchModel:
         """See ``PatchModel``. The decoder's most likely ids, or one sampled token for the baseline."""
         if not self._model.is_autoregressive:
             return self.decode_ids(self.draw_latents(hidden, num_samples, generator))
-        law = self.log_probs(hidden).exp().flatten(0, -2)
+        law = self.log_probs(hidden).exp().reshape(-1, self.vocab_size)
         drawn = torch.multinomial(law, num_samples, replacement=True, generator=generator)
         return drawn.T.reshape(num_samples, *hidden.shape[:-1], 1)
 

@@ -28,14 +28,16 @@ def take_owned(hidden: torch.Tensor) -> torch.Tensor:
     """
     from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 
-    return scatter_to_sequence_parallel_region(hidden)
+    owned: torch.Tensor = scatter_to_sequence_parallel_region(hidden)
+    return owned
 
 
 def gather_all(hidden: torch.Tensor) -> torch.Tensor:
     """This rank's [P/TP, b, d] → [P, b, d] everywhere; the backward pass keeps this rank's slice of the gradient."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    whole: torch.Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return whole
 
 
 def mark_position_parallel(module: nn.Module) -> None:

@@ -39,9 +39,8 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up; ids must be in [0, V)."""
-        if self.sequence_parallel:
-            return self.table(ids)
-        return self.table(ids.transpose(0, 1))
+        embedded: torch.Tensor = self.table(ids if self.sequence_parallel else ids.transpose(0, 1))
+        return embedded
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -71,7 +70,7 @@ class VocabularyOutput(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [P, b, V_padded / TP], fp32; padded columns are −∞ and get no gradient."""
-        logits = self.linear(hidden)[0].float()
+        logits: torch.Tensor = self.linear(hidden)[0].float()
         num_rows = logits.shape[-1]
         num_true = _true_rows(self.vocab_size, num_rows)
         if num_true == num_rows:
@@ -84,7 +83,8 @@ class VocabularyOutput(nn.Module):
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         logits = self(hidden)
-        return vocab_parallel_cross_entropy(logits, targets.transpose(0, 1).contiguous()).transpose(0, 1)
+        loss: torch.Tensor = vocab_parallel_cross_entropy(logits, targets.transpose(0, 1).contiguous())
+        return loss.transpose(0, 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -115,5 +115,5 @@ def _true_rows(vocab_size: int, num_rows: int) -> int:
     """How many of this rank's ``num_rows`` rows are real tokens."""
     from megatron.core import parallel_state
 
-    start = parallel_state.get_tensor_model_parallel_rank() * num_rows
+    start = int(parallel_state.get_tensor_model_parallel_rank()) * num_rows
     return max(0, min(num_rows, vocab_size - start))

@@ -75,7 +75,7 @@ def initialize(parallel: ParallelConfig, world: Ranks) -> Layout:
         parallel.data_parallel(world.world_size)
     except ValueError as error:
         raise ConfigError(f"lm.parallel: {error}") from None
-    _ensure_default_group()
+    _ensure_default_group(world.device)
     if state.model_parallel_is_initialized():
         state.destroy_model_parallel()
     state.initialize_model_parallel(
@@ -116,7 +116,7 @@ def transformer_config(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     on_cuda = device.type == "cuda"
-    recompute: dict[str, Any] = {
+    kinds: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {
@@ -124,7 +124,7 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         },
-    }[parallel.recompute]
+    }
     return TransformerConfig(
         num_layers=backbone.num_layers,
         hidden_size=backbone.hidden_size,
@@ -164,7 +164,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **recompute,
+        **kinds[parallel.recompute],
     )
 
 
@@ -176,9 +176,12 @@ def _megatron_layout(stages: Sequence[int]) -> list[list[str]]:
     return rows
 
 
-def _ensure_default_group() -> None:
+def _ensure_default_group(device: torch.device) -> None:
+    """A world of one has no launcher and no process group yet; Megatron wants one all the same."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def _seed_model_parallel() -> None:

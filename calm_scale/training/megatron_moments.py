@@ -64,7 +64,10 @@ class Moments(ABC):
 
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter, owner: int, layout: Layout) -> torch.Tensor:
-        """All of a parameter's tensors [names, numel] on data-parallel rank ``owner``; meaningless elsewhere."""
+        """All of a parameter's tensors [names, numel], on the CPU of data-parallel rank ``owner``.
+
+        Collective over the data-parallel group; what other ranks get is meaningless.
+        """
         slot = self.slot(parameter)
         if not self.is_sliced and owner != layout.data_rank:
             return torch.empty(0)
@@ -74,7 +77,7 @@ class Moments(ABC):
                 row[slot.start : slot.stop] = tensor.reshape(-1)
         if self.is_sliced and layout.data_size > 1:
             dist.reduce(whole, dist.get_global_rank(layout.data_group, owner), group=layout.data_group)
-        return whole
+        return whole.cpu()
 
     @torch.no_grad()
     def spread(
@@ -82,7 +85,9 @@ class Moments(ABC):
     ) -> None:
         """Give every rank its part of what ``owner`` read."""
         if layout.data_size > 1:
-            if owner != layout.data_rank:
+            if owner == layout.data_rank:
+                whole = whole.to(parameter.device)
+            else:
                 whole = torch.empty(len(self.names), parameter.numel(), device=parameter.device)
             dist.broadcast(whole, dist.get_global_rank(layout.data_group, owner), group=layout.data_group)
         slot = self.slot(parameter)

@@ -61,7 +61,7 @@ def load_training_state(
     for owner, parameter, pieces in _by_parameter(models, layout):
         is_main = owner == layout.data_rank
         shards += [model_shard(piece, is_main=is_main) for piece in pieces]
-        whole = torch.zeros(len(moments.names), parameter.numel() if is_main else 0, device=parameter.device)
+        whole = torch.zeros(len(moments.names), parameter.numel() if is_main else 0)
         received.append((owner, parameter, whole))
         if is_main:
             shards += _optimizer_shards(pieces, moments.names, whole)
