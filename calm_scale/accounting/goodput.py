@@ -15,8 +15,9 @@ ACTIVITIES = ("load", "train", "eval", "save", "stall")
 class AttemptAccount:
     """One attempt. Steps up to the highest one reached before are replays, whatever the attempt believed.
 
-    ``wall`` runs from its first to its last event; an attempt that was killed wrote no ``stop``, so its wall and
-    steps are lower bounds and its cause is ``killed``.
+    ``wall`` runs from its first to its last event. An attempt that was killed wrote no ``stop``: its cause is
+    ``killed``, its wall a lower bound. How far it really came is known from the metrics its successor read:
+    ``steps_unrecorded`` are the steps after its last line, whose tokens and seconds nobody wrote down.
     """
 
     attempt: int
@@ -27,6 +28,7 @@ class AttemptAccount:
     steps_done: int
     steps_replayed: int
     steps_skipped: int
+    steps_unrecorded: int
     samples: int
     tokens: int
     padding_tokens: int
@@ -54,6 +56,11 @@ class AttemptAccount:
         return self.tokens * self.steps_replayed / self.steps_done if self.steps_done else 0.0
 
     @property
+    def tokens_skipped(self) -> float:
+        """Tokens of steps whose update was discarded."""
+        return self.tokens * self.steps_skipped / self.steps_done if self.steps_done else 0.0
+
+    @property
     def device_hours(self) -> float:
         """Devices × wall-clock hours."""
         return self.world_size * self.wall / 3600
@@ -74,7 +81,7 @@ class RunAccount:
     @property
     def steps_reached(self) -> int:
         """Highest step any attempt reached: the progress of the run."""
-        return max((a.last_step for a in self.attempts), default=0)
+        return max((a.last_step + a.steps_unrecorded for a in self.attempts), default=0)
 
     @property
     def tokens(self) -> int:
@@ -117,28 +124,34 @@ def accounts(events: Iterable[Event]) -> list[RunAccount]:
     return [RunAccount(stage, tuple(_attempts(found))) for stage, found in by_stage.items()]
 
 
-def _attempts(events: Sequence[Event]) -> Iterable[AttemptAccount]:
-    reached = 0
-    for number, group in groupby(sorted(events, key=lambda e: e.attempt), key=lambda e: e.attempt):
-        found = list(group)
-        account = _attempt(number, found, reached)
-        reached = max(reached, account.last_step)
-        yield account
+def _attempts(events: Sequence[Event]) -> list[AttemptAccount]:
+    by_number = groupby(sorted(events, key=lambda e: e.attempt), key=lambda e: e.attempt)
+    groups = [(number, list(group)) for number, group in by_number]
+    found, reached = [], 0
+    for index, (number, group) in enumerate(groups):
+        known_later = groups[index + 1][1][0].highest_step if index + 1 < len(groups) else 0
+        account = _attempt(number, group, reached, known_later)
+        reached = max(reached, account.last_step + account.steps_unrecorded)
+        found.append(account)
+    return found
 
 
-def _attempt(number: int, events: Sequence[Event], reached: int) -> AttemptAccount:
+def _attempt(number: int, events: Sequence[Event], reached: int, known_later: int) -> AttemptAccount:
     last = events[-1]
     stop = next((event for event in events if event.kind == "stop"), None)
     first_step = events[0].first_step
+    last_step = max(event.step for event in events)
+    unrecorded = known_later - last_step if stop is None and known_later > reached else 0
     return AttemptAccount(
         attempt=number,
         job_id=last.job_id,
         cause=(stop.cause or "unknown") if stop else "killed",
         first_step=first_step,
-        last_step=max(event.step for event in events),
+        last_step=last_step,
         steps_done=last.steps_done,
         steps_replayed=max(0, min(last.step, reached) - first_step),
         steps_skipped=last.steps_skipped,
+        steps_unrecorded=max(0, unrecorded),
         samples=last.samples,
         tokens=last.tokens,
         padding_tokens=last.padding_tokens,

@@ -99,3 +99,13 @@ def test_foreign_lines_are_named(tmp_path: Path, line: str) -> None:
     path.write_text(line + "\n")
     with pytest.raises(LedgerError, match=":1"):
         read(path)
+
+
+def test_steps_after_the_last_line_of_a_killed_attempt_are_known_from_its_successor() -> None:
+    events = interrupted_run()
+    events[2] = event("start", 1, 10, 100.0, first_step=10, highest_step=19)
+    (run,) = accounts(events)
+    first, second, _ = run.attempts
+    assert (first.last_step, first.steps_unrecorded) == (17, 2)
+    assert second.steps_replayed == 9
+    assert sum(a.steps_progress + a.steps_unrecorded for a in run.attempts) == run.steps_reached == 30

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from calm_scale.accounting.report.console import print_document
+from calm_scale.accounting.report.cost_sections import crossover_section, patch_size_section, sampling_section
 from calm_scale.accounting.report.document import Document, Section
+from calm_scale.accounting.report.html import to_html
+from calm_scale.accounting.report.layout_sections import (
+    communication_section,
+    memory_section,
+    stages_section,
+)
 from calm_scale.accounting.report.model_sections import (
+    autoencoder_section,
     components_section,
     convention_section,
     table1_section,
 )
 from calm_scale.accounting.report.plain import to_json, to_markdown
+from calm_scale.accounting.report.provenance import provenance_section
+from calm_scale.accounting.report.run_sections import Prices, run_section, scores_section
+from calm_scale.accounting.report.twin_section import twin_section
+from calm_scale.accounting.twin import Comparison
 from calm_scale.config.run import RunConfig
 
 
@@ -27,12 +39,31 @@ class Subject:
     folder: Path | None = None
 
 
-def build(subjects: Sequence[Subject]) -> Document:
-    """The report on one or several models and runs."""
+def build(
+    subjects: Sequence[Subject],
+    *,
+    twins: Mapping[str, Sequence[Comparison]] | None = None,
+    prices: Prices | None = None,
+) -> Document:
+    """The report on one or several models and runs.
+
+    Args:
+        subjects: configurations and run folders, in the order they shall appear.
+        twins: by run name, what counting a tiny twin gave (run elsewhere: counting needs torch).
+        prices: for cost and energy lines.
+
+    Raises:
+        UtilizationError: a ledger claims more work than its devices can do.
+        LedgerError: a ledger is damaged.
+    """
     sections: list[Section] = [convention_section(), table1_section()]
     for subject in subjects:
-        if subject.config.lm is not None:
-            sections.append(components_section(subject.config))
+        sections += _about(subject, twins or {}, prices or Prices())
+    runs = [(s.config, s.folder) for s in subjects if s.config.lm is not None and s.folder is not None]
+    scored = scores_section([(config, folder) for config, folder in runs if folder is not None])
+    if scored is not None:
+        sections.append(scored)
+    sections.append(provenance_section([subject.config for subject in subjects]))
     names = ", ".join(subject.config.name for subject in subjects)
     return Document(f"FLOPs report: {names}" if names else "FLOPs report", tuple(sections))
 
@@ -46,9 +77,33 @@ def emit(
     console: Console | None = None,
 ) -> None:
     """Print the report (tables, or Markdown on request) and write the files asked for."""
-    if json_file is not None:
-        json_file.write_text(to_json(document) + "\n", encoding="utf-8")
+    for path, render in ((html_file, to_html), (json_file, to_json)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(render(document) + "\n", encoding="utf-8")
     if markdown:
         print(to_markdown(document), end="")
     else:
         print_document(document, console)
+
+
+def _about(subject: Subject, twins: Mapping[str, Sequence[Comparison]], prices: Prices) -> list[Section]:
+    config = subject.config
+    found: list[Section] = []
+    if subject.folder is not None:
+        found.append(run_section(config, subject.folder, prices))
+    if config.lm is not None:
+        found += [
+            components_section(config),
+            stages_section(config),
+            patch_size_section(config),
+            crossover_section(config),
+            sampling_section(config),
+            memory_section(config),
+            communication_section(config),
+        ]
+    elif config.autoencoder is not None:
+        found.append(autoencoder_section(config))
+    if config.name in twins:
+        found.append(twin_section(config.name, twins[config.name]))
+    return found

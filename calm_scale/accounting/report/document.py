@@ -10,6 +10,7 @@ Kind = Literal["text", "integer", "number", "flops", "percent", "deviation", "by
 Cell = str | int | float | None
 
 UNAVAILABLE = "n/a"
+LARGE_FLOPS = 1e18
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ def scaled(value: float, units: Sequence[str], step: float = 1000.0) -> str:
 
 def flops_text(value: float) -> str:
     """Large FLOPs as the paper writes them (``3.56e20``), small ones with a prefix."""
-    return f"{value:.3e}" if abs(value) >= 1e15 else scaled(value, ("", "k", "M", "G", "T"))
+    if abs(value) < LARGE_FLOPS:
+        return scaled(value, ("", "k", "M", "G", "T", "P"))
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def bytes_text(value: float) -> str:

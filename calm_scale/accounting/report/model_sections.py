@@ -14,11 +14,24 @@ from calm_scale.accounting.costs import (
     token_costs,
     tokens_per_step,
 )
+from calm_scale.accounting.report import pictures
 from calm_scale.accounting.report.document import Cell, Column, Section, Table
 from calm_scale.accounting.table1 import NOTES, Table1Row, table1
 from calm_scale.config.run import RunConfig
 
 AUTOENCODER_PARTS = ("encoder", "decoder")
+SMALLEST_SHARE = 0.05
+COMPONENT_COLUMNS = (
+    Column("part", "Part"),
+    Column("component", "Component"),
+    Column("copies", "×", "integer"),
+    Column("parameters", "Params", "number"),
+    Column("forward", "Train fwd/token", "flops"),
+    Column("backward", "Train bwd/token", "flops"),
+    Column("share", "Share", "percent"),
+    Column("recompute", "Recompute/token", "flops"),
+    Column("inference", "Infer/token", "flops"),
+)
 
 
 def convention_section() -> Section:
@@ -51,31 +64,48 @@ def table1_section(configs: Sequence[RunConfig] | None = None) -> Section:
 
 def components_section(config: RunConfig) -> Section:
     """Component table, per token, and the run's totals."""
-    columns = (
-        Column("part", "Part"),
-        Column("component", "Component"),
-        Column("copies", "×", "integer"),
-        Column("parameters", "Params", "number"),
-        Column("forward", "Train fwd/token", "flops"),
-        Column("backward", "Train bwd/token", "flops"),
-        Column("share", "Share", "percent"),
-        Column("recompute", "Recompute/token", "flops"),
-        Column("inference", "Infer/token", "flops"),
-    )
     table = Table(
         "components",
         f"{config.name}: where the FLOPs go, per token",
-        columns,
+        COMPONENT_COLUMNS,
         _component_rows(component_table(config)),
         note="The frozen autoencoder stands in the table with its parameters; `trained` leaves it out.",
         num_total=2,
     )
     tables = [table, _totals_table(config)]
     if config.autoencoder is not None:
-        rows = _component_rows(autoencoder_table(config))
-        title = f"{config.name}: the autoencoder's own training, per token"
-        tables.insert(1, Table("autoencoder", title, columns, rows, num_total=1))
-    return Section(f"components.{config.name}", f"{config.name}: components", (), tuple(tables))
+        tables.insert(1, _autoencoder_table(config))
+    picture = pictures.shares(config.name, _shares(component_table(config)))
+    return Section(f"components.{config.name}", f"{config.name}: components", (), tuple(tables), (picture,))
+
+
+def autoencoder_section(config: RunConfig) -> Section:
+    """Component table of a run that trains an autoencoder only."""
+    table = _autoencoder_table(config)
+    return Section(f"components.{config.name}", f"{config.name}: components", (), (table,))
+
+
+def _autoencoder_table(config: RunConfig) -> Table:
+    rows = _component_rows(autoencoder_table(config))
+    title = f"{config.name}: the autoencoder's own training, per token"
+    return Table("autoencoder", title, COMPONENT_COLUMNS, rows, num_total=1)
+
+
+def _shares(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """Per cent of training and inference FLOPs by part, the smallest left out."""
+    training, inference = sum(row.training for row in rows), sum(row.inference for row in rows)
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(row.part, []).append(row)
+    shares = [
+        (
+            part,
+            100 * sum(r.training for r in found) / training,
+            100 * sum(r.inference for r in found) / inference,
+        )
+        for part, found in parts.items()
+    ]
+    return [share for share in shares if max(share[1:]) >= SMALLEST_SHARE]
 
 
 def _component_rows(rows: Sequence[Row]) -> tuple[tuple[Cell, ...], ...]:
