@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from calm_scale.autoencoder.model import Autoencoder
+from calm_scale.autoencoder.model import Autoencoder, at_least_fp32
 from calm_scale.autoencoder.objective import clipped_kl, gaussian_kl
 from calm_scale.config.autoencoder import ObjectiveConfig
 from calm_scale.runtime.noise import PositionNoise
@@ -103,9 +103,9 @@ class ReportSums:
         if self._config.posterior == "gaussian":
             latents = mean + std * noise.normal("posterior", l)
         logits = model.decode(latents)
-        ce = F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten(), reduction="none").view_as(
-            tokens
-        )
+        ce = F.cross_entropy(
+            at_least_fp32(logits.flatten(0, -2)), tokens.flatten(), reduction="none"
+        ).view_as(tokens)
         hit = logits.argmax(dim=-1) == tokens
         patches = valid.any(dim=-1)
         scalars = [

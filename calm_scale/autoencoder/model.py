@@ -18,8 +18,13 @@ from calm_scale.config.autoencoder import AutoencoderModelConfig
 TIED_ALIAS = "decoder.lm_head_weight"
 
 
+def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    """bf16 and fp16 become fp32; fp32 and fp64 stay."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension, computed in fp32 and returned in x's dtype."""
+    """x / rms(x) · weight over the last dimension, computed in fp32 or wider and returned in x's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -28,7 +33,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [..., a] → [..., a]."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        wide = at_least_fp32(x)
+        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -93,7 +99,7 @@ class Encoder(nn.Module):
         x = self.squeeze_layer(x.flatten(-2))
         for block in self.encoder_layers[half:]:
             x = block(x)
-        mean, log_std = self.hidden_to_latent(self.norm(x)).float().chunk(2, dim=-1)
+        mean, log_std = at_least_fp32(self.hidden_to_latent(self.norm(x))).chunk(2, dim=-1)
         return mean, log_std
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from calm_scale.autoencoder.model import Autoencoder
+from calm_scale.autoencoder.model import Autoencoder, at_least_fp32
 from calm_scale.config.autoencoder import ObjectiveConfig
 from calm_scale.runtime.noise import PositionNoise
 
@@ -103,9 +103,9 @@ class TrainingObjective(nn.Module):
             if noise.kept_latents is not None:
                 latents = latents * noise.kept_latents / (1 - config.latent_dropout)
             logits = self.autoencoder.decoder(latents)
-        ce = F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten(), reduction="none").view_as(
-            tokens
-        )
+        ce = F.cross_entropy(
+            at_least_fp32(logits.flatten(0, -2)), tokens.flatten(), reduction="none"
+        ).view_as(tokens)
         ce_sum = (ce * valid).sum()
         patches = valid.any(dim=-1)
         kl_sum = (clipped_kl(mean, log_std, config.kl_floor) * patches).sum()
