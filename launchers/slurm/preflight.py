@@ -27,10 +27,14 @@ _GPU_QUERY = "name,driver_version,clocks.max.sm,ecc.errors.uncorrected.volatile.
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node says about itself. ``problem`` is empty when it can work."""
+    """What one node says about itself. ``problem`` is empty when it can work.
+
+    ``about_folder``: the problem may lie in the filesystem all nodes share, not in the node.
+    """
 
     node: str
     problem: str = ""
+    about_folder: bool = False
     num_gpus: int = 0
     driver: str = ""
     gpu_name: str = ""
@@ -40,7 +44,7 @@ class NodeReport:
     free_gigabytes: float = 0.0
 
 
-def probe(node: str, workdir: Path, folder: Path, gpus: int, min_free_gigabytes: float) -> NodeReport:
+def probe(node: str, workdir: Path, gpus: int, min_free_gigabytes: float) -> NodeReport:
     """Look at this node: devices, driver, run folder, free space, clock against the filesystem's."""
     python = sys.version.split()[0]
     try:
@@ -50,15 +54,19 @@ def probe(node: str, workdir: Path, folder: Path, gpus: int, min_free_gigabytes:
         marker.unlink()
         free = shutil.disk_usage(workdir).free / 1e9
     except OSError as error:
-        return NodeReport(node, f"cannot write to {workdir}: {error.strerror}", python=python)
+        return NodeReport(
+            node, f"cannot write to {workdir}: {error.strerror}", about_folder=True, python=python
+        )
     names, drivers, clocks, problem = _gpus(gpus)
     if not problem and len(names) < gpus:
         problem = f"{len(names)} of {gpus} GPUs answer"
-    if not problem and free < min_free_gigabytes:
+    short = not problem and free < min_free_gigabytes
+    if short:
         problem = f"{free:.1f} GB free in {workdir}, {min_free_gigabytes:g} wanted"
     return NodeReport(
         node=node,
         problem=problem,
+        about_folder=short,
         num_gpus=len(names),
         driver=_one(drivers),
         gpu_name=_one(names),
@@ -69,7 +77,7 @@ def probe(node: str, workdir: Path, folder: Path, gpus: int, min_free_gigabytes:
     )
 
 
-def judge(reports: Sequence[NodeReport], expected: int, max_skew: float = 30.0) -> dict[str, str]:
+def judge(reports: Sequence[NodeReport], max_skew: float = 30.0) -> dict[str, str]:
     """Bad nodes and why: their own problem, or a driver, GPU, clock rate or Python unlike the majority's."""
     bad = {report.node: report.problem for report in reports if report.problem}
     good = [report for report in reports if not report.problem]
@@ -98,22 +106,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-free-gigabytes", type=float, default=1.0)
     options = parser.parse_args(arguments)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    report = probe(node, options.workdir, options.folder, options.gpus, options.min_free_gigabytes)
+    report = probe(node, options.workdir, options.gpus, options.min_free_gigabytes)
     _write(options.folder / f"node-{node}.json", report)
     if os.environ.get("SLURM_PROCID", "0") != "0":
         return 0
     reports = _gather(options.folder, options.nodes)
-    bad = judge(reports, options.nodes)
+    bad = judge(reports)
     if len(reports) < options.nodes:
         seen = ", ".join(sorted(report.node for report in reports))
         sys.stderr.write(
             f"preflight: {len(reports)} of {options.nodes} nodes wrote to {options.folder}: {seen}\n"
         )
         missing = set(_allocated()) - {report.node for report in reports}
-        bad.update({name: f"does not see {options.folder}" for name in missing})
+        bad.update(dict.fromkeys(missing, f"does not see {options.folder}"))
     for name, reason in sorted(bad.items()):
         sys.stderr.write(f"preflight: bad node {name}: {reason}\n")
-    if bad:
+    everywhere = len(reports) == options.nodes and all(report.about_folder for report in reports)
+    if bad and not everywhere:  # no use in excluding nodes for what is wrong with the folder itself
         (options.folder / "bad").write_text("".join(f"{name}\n" for name in sorted(bad)))
     return 1 if bad or len(reports) < options.nodes else 0
 

@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +164,13 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # the output is shell, not HTML: `finalize` quotes for the shell
     )
-    environment.globals["raw"] = partial(_Raw)
+    environment.globals.update(raw=_Raw, words=_words)
     return environment
+
+
+def _words(items: Sequence[object], attribute: str) -> _Raw:
+    """One quoted word per item, for a bash array."""
+    return _Raw(" ".join(shlex.quote(str(getattr(item, attribute))) for item in items))
 
 
 def _quoted(value: object) -> object:

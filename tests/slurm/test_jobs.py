@@ -1,0 +1,242 @@
+"""Chains of jobs on a real SLURM, with stand-in stages: what the scripts do about signals, crashes and dead nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from calm_scale.config import RunConfig
+from calm_scale.config.cluster import ClusterConfig
+from launchers.slurm.cancel import cancel
+from launchers.slurm.record import Attempt, RunRecord
+from launchers.slurm.status import job_status
+from launchers.slurm.submit import Submission, submit, submit_sweep
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
+
+Profile = Callable[..., ClusterConfig]
+MakeRun = Callable[..., RunConfig]
+SHORT = {"preflight": False}
+
+
+def attempts(run: RunConfig, stage: str = "lm") -> list[Attempt]:
+    return RunRecord(run.workdir).attempts(stage)
+
+
+def ids(submission: Submission) -> dict[str, str]:
+    return {job.stage: job.job_id or "" for job in submission.jobs}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
+        time.sleep(0.2)
+
+
+def job_log(run: RunConfig, stage: str, job: str) -> str:
+    return (run.workdir / "slurm" / "logs" / f"{stage}-{job}.log").read_text()
+
+
+def newest(run: RunConfig) -> int:
+    return max((int(path.name[5:]) for path in (run.workdir / "lm/checkpoints").glob("step_*")), default=-1)
+
+
+def ranks(run: RunConfig, attempt: int, stage: str = "lm") -> list[dict[str, int]]:
+    found = sorted((run.workdir / stage / "ranks").glob(f"attempt_{attempt}.rank_*"))
+    return [json.loads(path.read_text()) for path in found]
+
+
+def has_ranks(run: RunConfig, attempt: int) -> bool:
+    return len(ranks(run, attempt)) == 2
+
+
+def has_attempts(run: RunConfig, count: int) -> bool:
+    return len(attempts(run)) >= count
+
+
+def whole_chain_and_resubmission(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("chain")
+    first = submit(run, profile())
+    assert [job.outcome for job in first.jobs] == ["submitted"] * 4
+    again = submit(run, profile())
+    assert [job.outcome for job in again.jobs] == ["queued already"] * 4
+    assert ids(again) == ids(first)
+    slurm.wait_state(ids(first)["eval"], "COMPLETED", seconds=90)
+    assert [slurm.state(job) for job in ids(first).values()] == ["COMPLETED"] * 4
+    assert [job.outcome for job in submit(run, profile()).jobs] == ["done already"] * 4
+    assert {fact["size"] for stage in ("autoencoder", "lm") for fact in ranks(run, 1, stage)} == {2}
+    assert all(fact["port"] < 32_768 for fact in ranks(run, 1))
+    assert [stage.state for stage in job_status(run.workdir).stages] in (["done"] * 4, ["completed"] * 4)
+
+
+def notice_saves_requeues_and_goes_on_in_the_same_folder(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("notice", {"lm": {"steps": 60, "seconds": 0.1, "save_seconds": 1.0}})
+    job = ids(submit(run, profile(**SHORT), stages=["lm"]))["lm"]
+    for attempt in (1, 2):
+        wait_for(partial(has_ranks, run, attempt), 60, f"attempt {attempt}")
+        time.sleep(0.5)
+        slurm.run("scancel", "--signal=USR1", "--batch", job)
+        wait_for(partial(has_attempts, run, attempt + 1), 60, "the next attempt")
+    slurm.wait_state(job, "COMPLETED")
+    lives = attempts(run)
+    assert [life.cause for life in lives] == ["limit", "limit", "finished"]
+    assert [life.started_at for life in lives[1:]] == [life.ended_at for life in lives[:-1]]
+    assert newest(run) == 60
+    text = job_log(run, "lm", job)
+    assert "attempt 1]" in text, "the log of the first life was kept"
+    assert "attempt 3]" in text
+    assert {life.job_id for life in lives} == {job}
+
+
+def killed_rank_is_named_and_the_job_goes_on(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("killed", {"lm": {"steps": 40, "seconds": 0.2, "interval": 5}})
+    job = ids(submit(run, profile(**SHORT), stages=["lm"]))["lm"]
+    wait_for(lambda: newest(run) >= 5 and len(ranks(run, 1)) == 2, 60, "a checkpoint")
+    began = time.monotonic()
+    os.kill(ranks(run, 1)[1]["pid"], signal.SIGKILL)
+    wait_for(lambda: attempts(run)[0].cause == "crash", 30, "the end of the attempt")
+    assert time.monotonic() - began < 15, "the other rank is ended within the set time"
+    verdict = RunRecord(run.workdir).verdict("lm")
+    assert "rank 1 on node n2: Killed" in verdict
+    assert "rank 1 of 2" in verdict, "its last lines"
+    assert "--exclude=n2" in verdict
+    slurm.wait_state(job, "COMPLETED", seconds=90)
+    assert attempts(run)[1].started_at >= 5
+
+
+def crash_loop_stops_with_a_verdict_and_ends_the_chain(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("loop", {"lm": {"steps": 9, "crash_at": 2, "code": 1}})
+    jobs = ids(
+        submit(
+            run,
+            profile(
+                **SHORT,
+                requeue={"notice_seconds": 30, "end_others_seconds": 1, "max_attempts_without_progress": 2},
+            ),
+            stages=["lm", "eval"],
+        )
+    )
+    slurm.wait_state(jobs["lm"], "FAILED", seconds=90)
+    assert [life.cause for life in attempts(run)] == ["crash", "crash"]
+    status = job_status(run.workdir).stages[2]
+    assert "deliberate: the last rank fails here" in status.verdict
+    assert "rank 1 on node n2: Exited with exit code 1" in status.verdict
+    wait_for(lambda: slurm.state(jobs["eval"]) == "CANCELLED", 30, "the end of the dependent job")
+
+
+def misconfiguration_is_not_tried_again(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("wrong", {"lm": {"crash_at": 1, "code": 2}})
+    job = ids(submit(run, profile(**SHORT), stages=["lm"]))["lm"]
+    slurm.wait_state(job, "FAILED", seconds=60)
+    assert [life.cause for life in attempts(run)] == ["misconfigured"]
+
+
+def crash_with_progress_is_tried_again(slurm, profile: Profile, make_run: MakeRun) -> None:
+    settings = {"steps": 9, "crash_at": 5, "crash_once": 1, "interval": 2, "code": 1, "seconds": 0.2}
+    run = make_run("once", {"lm": settings})
+    one = {"notice_seconds": 30, "end_others_seconds": 1, "max_attempts_without_progress": 1}
+    job = ids(submit(run, profile(**SHORT, requeue=one), stages=["lm"]))["lm"]
+    slurm.wait_state(job, "COMPLETED", seconds=90)
+    assert [life.cause for life in attempts(run)] == ["crash", "finished"]
+
+
+def scancel_is_not_undone(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("scancel", {"lm": {"steps": 900}})
+    job = ids(submit(run, profile(**SHORT), stages=["lm"]))["lm"]
+    wait_for(lambda: len(ranks(run, 1)) == 2, 60, "the ranks")
+    slurm.run("scancel", job)
+    slurm.wait_state(job, "CANCELLED")
+    time.sleep(5)
+    assert slurm.state(job) == "CANCELLED"
+    assert len(attempts(run)) == 1
+
+
+def cancel_saves_first_and_empties_the_chain(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("cancel", {"lm": {"steps": 900, "save_seconds": 1.0}})
+    jobs = ids(submit(run, profile(**SHORT), stages=["lm", "eval"]))
+    wait_for(lambda: len(ranks(run, 1)) == 2, 60, "the ranks")
+    time.sleep(0.5)
+    done = cancel(run.workdir)
+    assert done.saving == (jobs["lm"],)
+    assert done.removed == (jobs["eval"],)
+    slurm.wait_state(jobs["lm"], "FAILED")
+    assert attempts(run)[-1].cause == "cancelled"
+    assert newest(run) > 0
+    assert len(attempts(run)) == 1
+    assert job_status(run.workdir).stages[2].state in ("cancelled", "failed")
+    again = submit(run, profile(**SHORT), stages=["lm"])
+    assert again.jobs[0].outcome == "submitted"
+    wait_for(lambda: len(attempts(run)) == 2, 60, "the run goes on when submitted again")
+    assert attempts(run)[1].started_at == newest(run)
+    slurm.run("scancel", ids(again)["lm"])
+
+
+def array_of_two_requeues_only_the_one(slurm, profile: Profile, make_run: MakeRun) -> None:
+    runs = [make_run(f"sweep-{index}", {"lm": {"steps": 40, "seconds": 0.1}}) for index in range(2)]
+    job = ids(submit_sweep(runs, profile(**SHORT), runs[0].workdir.parent / "sweep", stages=["lm"]))["lm"]
+    wait_for(lambda: all(len(ranks(run, 1)) == 2 for run in runs), 60, "both tasks")
+    ports = [ranks(run, 1)[0]["port"] for run in runs]
+    assert ports[0] != ports[1], "two runs at the same moment"
+    slurm.run("scancel", "--signal=USR1", "--batch", f"{job}_0")
+    for index, run in enumerate(runs):
+        slurm.wait_state(f"{job}_{index}", "COMPLETED", seconds=90)
+        assert [life.cause for life in attempts(run)] == [["limit", "finished"], ["finished"]][index]
+
+
+def one_run_is_never_run_twice_at_once(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("twice", {"lm": {"steps": 30, "seconds": 0.2}})
+    submission = submit(run, profile(**SHORT), stages=["lm"])
+    wait_for(lambda: len(ranks(run, 1)) == 2, 60, "the ranks")
+    second = slurm.run("sbatch", "--parsable", str(submission.jobs[0].script)).strip()
+    slurm.wait_state(second, "FAILED")
+    assert "already running stage lm" in job_log(run, "lm", second)
+    slurm.wait_state(ids(submission)["lm"], "COMPLETED")
+    assert len(attempts(run)) == 1
+
+
+SCENARIOS = (
+    whole_chain_and_resubmission,
+    notice_saves_requeues_and_goes_on_in_the_same_folder,
+    killed_rank_is_named_and_the_job_goes_on,
+    crash_loop_stops_with_a_verdict_and_ends_the_chain,
+    misconfiguration_is_not_tried_again,
+    crash_with_progress_is_tried_again,
+    scancel_is_not_undone,
+    cancel_saves_first_and_empties_the_chain,
+    array_of_two_requeues_only_the_one,
+    one_run_is_never_run_twice_at_once,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(slurm, profile: Profile, make_run: MakeRun) -> Iterator[dict[str, Future[None]]]:
+    """All scenarios at once: they mostly wait, and the cluster has room for them."""
+    with ThreadPoolExecutor(max_workers=len(SCENARIOS)) as pool:
+        yield {scenario.__name__: pool.submit(scenario, slurm, profile, make_run) for scenario in SCENARIOS}
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+def test_scenario(name: str, outcomes: dict[str, Future[None]]) -> None:
+    outcomes[name].result(timeout=270)
+
+
+def test_dead_node_is_nobodys_fault(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("node", {"lm": {"steps": 60, "seconds": 0.2, "interval": 5}})
+    one = {"notice_seconds": 30, "max_attempts_without_progress": 1}
+    job = ids(submit(run, profile(**SHORT, requeue=one), stages=["lm"]))["lm"]
+    wait_for(lambda: newest(run) >= 5, 60, "a checkpoint")
+    slurm.kill_node("n2")
+    wait_for(lambda: slurm.state(job) != "RUNNING", 90, "the controller to notice")
+    slurm.start_node("n2")
+    slurm.wait_state(job, "COMPLETED", seconds=120)
+    lives = attempts(run)
+    assert [life.cause for life in lives] == ["outside", "finished"]
+    assert lives[1].started_at >= 5
