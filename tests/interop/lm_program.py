@@ -18,7 +18,9 @@ from calm_scale.interop import settings
 from calm_scale.interop.autoencoder import export_autoencoder
 from calm_scale.interop.files import InteropError, WeightFiles, write_weights
 from calm_scale.interop.language_model import PublishedLanguageModel, export_language_model, whole_weights
+from calm_scale.interop.sharded import whole_from_checkpoint, write_checkpoint
 from calm_scale.lm.build import build_models
+from calm_scale.lm.sharded import read_weights
 from calm_scale.runtime.megatron import initialize
 
 L, D, FF, H, G, K, V, Z, NOISE, BLOCKS = 2, 16, 24, 4, 2, 2, 11, 6, 8, 1
@@ -148,6 +150,20 @@ def main():
         report[f"{container}_round_trip"] = all(
             torch.equal(a, b) for (_, a), b in same if isinstance(a, torch.Tensor)
         )
+
+    (out / "sharded").mkdir()
+    write_checkpoint(published, out / "sharded")
+    loaded = build_models(published.run.model_copy(update={"seed": 9}), layout, "fp32")
+    read_weights(loaded, out / "sharded")
+    report["sharded_same_model"] = all(
+        torch.equal(a, b) for a, b in zip(models[0].parameters(), loaded[0].parameters(), strict=True)
+    )
+    export_language_model(
+        published.run, whole_from_checkpoint(out / "sharded"), published.autoencoder, out / "back"
+    )
+    again = WeightFilesDict(out / "back")
+    report["sharded_same_bits"] = all(torch.equal(again[n], t) for n, t in weights.items())
+    report["sharded_unknown"] = said(lambda: whole_from_checkpoint(out / "sharded")("nothing"))
 
     stripped = PublishedLanguageModel(out / "theirs", out / "ae", vocab_size=V - 1)
     narrow = build_models(stripped.run, layout, "fp32")

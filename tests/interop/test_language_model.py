@@ -10,13 +10,20 @@ from pathlib import Path
 
 import pytest
 
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lm")
+
+
+@pytest.fixture(scope="module")
+def report(folder):
     program = Path(__file__).with_name("lm_program.py")
     result = subprocess.run(
-        [sys.executable, str(program), str(tmp_path_factory.mktemp("lm"))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(program), str(folder)],
+        env=ENV,
         capture_output=True,
         text=True,
         timeout=200,
@@ -63,3 +70,32 @@ def test_embedded_autoencoder_is_checked_and_ae_path_never_followed(report):
 
 def test_other_heads_are_refused(report):
     assert "only energy heads" in report["flow"]
+
+
+def test_sharded_checkpoint_without_a_model_and_back(report):
+    assert report["sharded_same_model"]
+    assert report["sharded_same_bits"]
+    assert "holds no weight nothing" in report["sharded_unknown"]
+
+
+@pytest.mark.ranks
+def test_any_layout_is_filled_with_the_same_weights(report, folder):
+    """TP 2 and PP 2 on two gloo ranks write checkpoints whose every tensor is the published one."""
+    program = str(Path(__file__).with_name("ranks_program.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, str(folder), str(rank)],
+            env=ENV,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output[-3000:]
