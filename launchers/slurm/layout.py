@@ -80,7 +80,8 @@ def _counts(
     if stage == "eval":
         return resources.nodes or 1, resources.tasks_per_node or 1
     world = _world(config, stage)
-    nodes, tasks = _placed(world, cluster, stage, resources)
+    replica = config.lm.parallel.model_parallel if stage == "lm" and config.lm is not None else 1
+    nodes, tasks = _placed(world, replica, cluster, stage, resources)
     _check_layout(config, stage, nodes * tasks)
     tensor = config.lm.parallel.tensor if stage == "lm" and config.lm is not None else 1
     if cluster.gpus_per_node and nodes > 1 and tasks % tensor:
@@ -102,12 +103,13 @@ def _world(config: RunConfig, stage: Stage) -> int | None:
 
 
 def _placed(
-    world: int | None, cluster: ClusterConfig, stage: Stage, resources: StageResources
+    world: int | None, replica: int, cluster: ClusterConfig, stage: Stage, resources: StageResources
 ) -> tuple[int, int]:
     """Spread a world evenly over nodes."""
     per_node = resources.tasks_per_node or cluster.gpus_per_node or None
-    if world is None:
-        return resources.nodes or 1, per_node or 1
+    if world is None:  # the data-parallel size follows from what the profile gives; at least one replica
+        nodes = resources.nodes or 1
+        return nodes, per_node or -(-replica // nodes)
     nodes = resources.nodes or (-(-world // per_node) if per_node else 1)
     tasks, rest = divmod(world, nodes)
     if rest or tasks == 0 or (per_node and tasks > per_node):

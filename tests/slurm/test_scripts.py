@@ -1,0 +1,293 @@
+"""Scripts, layouts and records without a SLURM: quoting, shellcheck, refusals, idempotence with a stand-in sbatch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from calm_scale.config import ConfigError, RunConfig, load, load_as
+from calm_scale.config.cluster import ClusterConfig
+from launchers.errors import LaunchError
+from launchers.slurm.layout import STAGES, shape_of, stages_of
+from launchers.slurm.notice import measured, notice_seconds
+from launchers.slurm.preflight import NodeReport, judge
+from launchers.slurm.record import RunRecord
+from launchers.slurm.status import job_status
+from launchers.slurm.submit import fingerprint, submit, submit_sweep
+from launchers.slurm.templates import _environment
+
+Layout = tuple[int, int, int | None] | tuple[int, int, int | None, int]
+Profile = Callable[..., ClusterConfig]
+MakeRun = Callable[..., RunConfig]
+ROOT = Path(__file__).resolve().parents[2]
+NASTY = "a b; touch /tmp/owned $(touch /tmp/owned) `touch /tmp/owned` & *"
+CONTAINERS = [
+    None,
+    {"runtime": "pyxis", "image": f"/images/{NASTY}", "mounts": ["/data:/data"]},
+    {"runtime": "apptainer", "image": f"/images/{NASTY}", "mounts": ["/data:/data"]},
+]
+
+
+@pytest.mark.parametrize("container", CONTAINERS, ids=["bare", "pyxis", "apptainer"])
+@pytest.mark.parametrize("mpi", ["pmix", "mpirun"])
+def test_scripts_are_plain_bash_and_shellcheck_clean(
+    profile: Profile, make_run: MakeRun, container: dict[str, str] | None, mpi: str
+) -> None:
+    cluster = profile(
+        container=container,
+        mpi=mpi,
+        eval_each_checkpoint=True,
+        gpus_per_node=2,
+        gpu_type="h100",
+        network_interface="ib0; reboot",
+        modules=["cuda/12 ; reboot"],
+        environment={"NCCL_DEBUG": "it's $HOME"},
+        account=NASTY,
+        extra_directives=["--reservation=x"],
+        stages={},
+    )
+    submission = submit(make_run("check"), cluster, dry_run=True)
+    assert [job.stage for job in submission.jobs] == list(STAGES)
+    for job in submission.jobs:
+        assert subprocess.run(["bash", "-n", job.script], check=False).returncode == 0
+        checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}") or "shellcheck"
+        found = subprocess.run([checker, job.script], capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout
+
+
+def test_values_of_a_profile_run_nothing(profile: Profile, make_run: MakeRun, tmp_path: Path) -> None:
+    """The part of a script that only sets things, executed: nothing of a value is taken for code."""
+    mark = tmp_path / "owned"
+    nasty = f"x; touch {mark} $(touch {mark}) `touch {mark}` 'it'"
+    cluster = profile(environment={"NASTY": nasty}, network_interface=nasty, modules=[nasty])
+    script = submit(make_run("nasty"), cluster, dry_run=True).jobs[2].script.read_text()
+    settings = [line for line in script.splitlines() if line.startswith(("export N", "module load"))]
+    assert len(settings) == 3
+    shell = "module() { :; }\n" + "\n".join(settings) + '\nprintf %s "$NASTY"'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert done.stdout == nasty
+    assert not mark.exists()
+
+
+def test_an_undefined_variable_fails() -> None:
+    import jinja2
+
+    with pytest.raises(jinja2.UndefinedError):
+        _environment().get_template("lm.sbatch.j2").render(stage="lm")
+
+
+def test_no_site_path_port_or_count_in_the_templates() -> None:
+    for template in sorted((ROOT / "slurm").glob("*.j2")):
+        text = template.read_text()
+        assert "/home" not in text
+        assert "--nodes=1 " not in text, template
+        assert "29500" not in text
+
+
+@pytest.mark.parametrize("character", ["%", "'", "\n", '"', "\\"])
+def test_paths_sbatch_would_misread_are_refused(
+    profile: Profile, make_run: MakeRun, tmp_path: Path, character: str
+) -> None:
+    run = make_run("path", workdir=str(tmp_path / f"a{character}b"))
+    with pytest.raises(ConfigError, match="sbatch cannot take"):
+        submit(run, profile(), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"partition": "a\n#SBATCH --uid=0"}, "one line"),
+        ({"environment": {"A;B": "1"}}, "not a name"),
+        ({"environment": {"WANDB_API_KEY": "1"}}, "secret"),
+        ({"max_time": "soon"}, "time limit"),
+        ({"extra_directives": ["reservation"]}, "not an sbatch option"),
+    ],
+)
+def test_profiles_are_checked(profile: Profile, change: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        profile(**change)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs" / "clusters").glob("*.yaml")))
+def test_profiles_in_the_house_fit_the_xl_run(name: str) -> None:
+    cluster = load_as(ClusterConfig, ROOT / "configs" / "clusters" / f"{name}.yaml")
+    run = load(ROOT / "configs" / "runs" / "calm-xl.yaml")
+    for stage in stages_of(run):
+        assert shape_of(run, cluster, stage).num_tasks >= 1
+
+
+def gpu(profile: Profile, nodes: int | None = None) -> ClusterConfig:
+    return profile(gpus_per_node=8, cpus_per_node=64, stages={"lm": {"nodes": nodes}})
+
+
+def lm(tensor: int, pipeline: int, data: int | None, batch: int = 64) -> dict[str, object]:
+    backbone = {"num_layers": 8, "hidden_size": 64, "ffn_size": 64, "num_heads": 8, "positions": 4}
+    return {
+        "backbone": backbone,
+        "training": {"steps": 1, "global_batch": batch},
+        "parallel": {"tensor": tensor, "pipeline": pipeline, "data": data},
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "expected"),
+    [
+        ((2, 2, 4), None, (2, 8)),
+        ((2, 2, None), 2, (2, 8)),
+        ((1, 1, 4), None, (1, 4)),
+        ((4, 1, 1), None, (1, 4)),
+    ],
+)
+def test_layouts_become_nodes_and_tasks(
+    profile: Profile,
+    make_run: MakeRun,
+    layout: tuple[int, int, int | None],
+    nodes: int | None,
+    expected: tuple[int, int],
+) -> None:
+    shape = shape_of(make_run("shape", lm=lm(*layout)), gpu(profile, nodes), "lm")
+    assert (shape.nodes, shape.tasks_per_node) == expected
+    assert shape.gpus_per_node == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "said"),
+    [
+        ((1, 1, 9, 63), None, "world sizes are 8 and 10"),
+        ((4, 3, None), 1, "world sizes are 12 and 24"),
+        ((2, 2, None), 3, "global_batch 64"),
+        ((1, 1, 12, 48), 1, "nearest"),
+    ],
+)
+def test_impossible_layouts_name_the_nearest(
+    profile: Profile, make_run: MakeRun, layout: Layout, nodes: int | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shape_of(make_run("shape", lm=lm(*layout)), gpu(profile, nodes), "lm")
+
+
+def test_fingerprints_follow_what_a_stage_depends_on(make_run: MakeRun) -> None:
+    run = make_run("print")
+    scored = run.model_copy(update={"evaluation": run.evaluation.model_copy(update={"seed": 1})})
+    assert fingerprint(run, "lm") == fingerprint(scored, "lm")
+    assert fingerprint(run, "eval") != fingerprint(scored, "eval")
+    seeded = run.model_copy(update={"seed": 5})
+    assert all(fingerprint(run, stage) != fingerprint(seeded, stage) for stage in STAGES)
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """sbatch and squeue that keep a list of jobs in a file."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    (folder / "queue").touch()
+    scripts = {
+        "sbatch": f'echo "$@" >> {folder}/calls; n=$(wc -l < {folder}/calls)\n'
+        f'echo "$n|PENDING|Dependency|1:00|N/A||N/A|$n" >> {folder}/queue; echo "$n;cluster"',
+        "squeue": f"cat {folder}/queue",
+    }
+    for name, body in scripts.items():
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def test_a_broken_off_submission_is_taken_up(fake_slurm: Path, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("again")
+    first = submit(run, profile(), stages=["prep", "autoencoder"])
+    assert [job.job_id for job in first.jobs] == ["1", "2"]
+    second = submit(run, profile())
+    assert [job.job_id for job in second.jobs] == ["1", "2", "3", "4"]
+    calls = (fake_slurm / "calls").read_text().splitlines()
+    assert "--dependency=afterok:2" in calls[2]
+    assert "--dependency=afterok:3" in calls[3]
+    assert len(calls) == 4
+    states = [stage.state for stage in job_status(run.workdir).stages]
+    assert states == ["pending"] * 4
+
+
+def test_a_queued_job_of_another_configuration_is_not_silently_kept(
+    fake_slurm: Path, profile: Profile, make_run: MakeRun
+) -> None:
+    run = make_run("other")
+    submit(run, profile())
+    changed = run.model_copy(update={"seed": 3})
+    with pytest.raises(LaunchError, match="another configuration"):
+        submit(changed, profile())
+
+
+def test_done_stages_are_left_out_of_the_chain(fake_slurm: Path, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("partly")
+    record = RunRecord(run.workdir)
+    record.create()
+    for stage in ("prep", "autoencoder"):
+        (record.state / f"{stage}.done").write_text(fingerprint(run, stage) + "\n")
+    jobs = submit(run, profile()).jobs
+    assert [job.outcome for job in jobs] == ["done already", "done already", "submitted", "submitted"]
+    assert "--dependency" not in (fake_slurm / "calls").read_text().splitlines()[0]
+
+
+def test_submitting_needs_slurm_but_a_dry_run_does_not(
+    profile: Profile, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = make_run("nowhere")
+    assert {job.outcome for job in submit(run, profile(), dry_run=True).jobs} == {"written"}
+    with pytest.raises(LaunchError, match="sbatch was not found"):
+        submit(run, profile())
+
+
+def test_a_sweep_needs_a_workdir_each(profile: Profile, make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("same")
+    with pytest.raises(ConfigError, match="workdir each"):
+        submit_sweep([run, run], profile(), tmp_path)
+
+
+def test_the_stored_configuration_is_the_run(profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("stored")
+    submit(run, profile(), dry_run=True)
+    assert load(run.workdir / "slurm" / "config.yaml") == run
+
+
+def test_notice_follows_the_measured_times(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    assert notice_seconds(ledger) == 600
+    events = [
+        {"kind": "start", "attempt": 0, "seconds": {}},
+        {"kind": "save", "attempt": 0, "steps_done": 10, "seconds": {"train": 50.0, "save": 40.0}},
+        {"kind": "save", "attempt": 0, "steps_done": 20, "seconds": {"train": 100.0, "save": 80.0}},
+    ]
+    ledger.write_text("\n".join(map(json.dumps, events)) + '\n{"kind": "sa')
+    assert measured(ledger) == (5.0, 40.0)
+    assert notice_seconds(ledger) == 105
+
+
+def test_preflight_names_the_odd_node() -> None:
+    usual = {"driver": "550", "gpu_name": "H100", "max_clock": "1980", "python": "3.11.9"}
+    reports = [NodeReport(f"n{index}", **usual) for index in range(3)]
+    assert judge(reports) == {}
+    odd = NodeReport("n3", **{**usual, "driver": "535"})
+    assert list(judge([*reports, odd])) == ["n3"]
+    late = NodeReport("n4", **usual, clock_skew=120.0)
+    assert "clock" in judge([*reports, late])["n4"]
+    broken = NodeReport("n5", "6 of 8 GPUs answer", **{**usual, "driver": ""})
+    assert judge([*reports, broken]) == {"n5": "6 of 8 GPUs answer"}
+
+
+def test_a_torn_history_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    record.create()
+    (record.state / "lm.attempts").write_text(
+        "start 1 7 -1 100 n[1-2]\nend 1 7 limit 75 -1 40 160\nstart 2 7 40 200 n[1-2]\nend 2 7 cra"
+    )
+    attempts = record.attempts("lm")
+    assert [(life.cause, life.ended_at) for life in attempts] == [("limit", 40), ("", None)]
