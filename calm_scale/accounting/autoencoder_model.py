@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from calm_scale.accounting.components import Component, Part, linear, weights
 from calm_scale.config.autoencoder import AutoencoderModelConfig
@@ -14,31 +15,33 @@ def model_of(config: RunConfig) -> AutoencoderModelConfig:
     return config.autoencoder.model if config.autoencoder else AutoencoderModelConfig()
 
 
-def encoder(model: AutoencoderModelConfig, vocab_size: int, patch_size: int) -> list[Component]:
+@lru_cache(maxsize=64)
+def encoder(model: AutoencoderModelConfig, vocab_size: int, patch_size: int) -> tuple[Component, ...]:
     """Encoder, ``[K] ids → [2l]``: token blocks, squeeze, patch blocks, projection to mean and log σ."""
     a, k, half = model.hidden_size, patch_size, model.encoder_layers // 2
-    return [
+    return (
         weights("autoencoder.embedding", "encoder", vocab_size * a),
         *_blocks("encoder.token", "encoder", model, half, rows=k),
         linear("encoder.squeeze", "encoder", k * a, a, bias=True),
         *_blocks("encoder.patch", "encoder", model, half, rows=1),
         weights("encoder.norm", "encoder", a),
         linear("encoder.to_latent", "encoder", a, 2 * model.latent(k), bias=True),
-    ]
+    )
 
 
-def decoder(model: AutoencoderModelConfig, vocab_size: int, patch_size: int) -> list[Component]:
+@lru_cache(maxsize=64)
+def decoder(model: AutoencoderModelConfig, vocab_size: int, patch_size: int) -> tuple[Component, ...]:
     """Decoder, ``[l] → [K, V]`` logits; the vocabulary projection is tied to the embedding (no parameters)."""
     a, k, half = model.hidden_size, patch_size, model.decoder_layers // 2
     logits = Component("decoder.logits", "decoder", 0, k * a * vocab_size)
-    return [
+    return (
         linear("decoder.from_latent", "decoder", model.latent(k), a, bias=True),
         *_blocks("decoder.patch", "decoder", model, half, rows=1),
         linear("decoder.expand", "decoder", a, k * a, bias=True),
         *_blocks("decoder.token", "decoder", model, half, rows=k),
         weights("decoder.norm", "decoder", a),
         logits,
-    ]
+    )
 
 
 def autoencoder_components(config: RunConfig) -> list[Component]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from calm_scale.accounting.components import Component, linear, weights
 from calm_scale.config.base import ConfigError
 from calm_scale.config.lm import BackboneConfig, LMStage
@@ -46,12 +48,13 @@ def is_autoregressive(config: RunConfig) -> bool:
     return config.lm is not None and config.lm.head.kind == "softmax"
 
 
-def layer_components(backbone: BackboneConfig, index: int) -> list[Component]:
+@lru_cache(maxsize=1024)
+def layer_components(backbone: BackboneConfig, index: int) -> tuple[Component, ...]:
     """One Llama layer: RMSNorm, grouped-query attention with RoPE, RMSNorm, SwiGLU; no biases."""
     d, ff, p = backbone.hidden_size, backbone.ffn_size, backbone.positions
     kv = backbone.query_groups * backbone.head_dim
     name = f"layer.{index}"
-    return [
+    return (
         weights(f"{name}.norms", "backbone", 2 * d),
         linear(f"{name}.attention.qkv", "backbone", d, d + 2 * kv),
         # Every query head meets P keys whatever the number of key/value heads: GQA does not change this product.
@@ -60,7 +63,7 @@ def layer_components(backbone: BackboneConfig, index: int) -> list[Component]:
         linear(f"{name}.attention.out", "backbone", d, d),
         linear(f"{name}.mlp.gate_up", "backbone", d, 2 * ff),
         linear(f"{name}.mlp.down", "backbone", ff, d),
-    ]
+    )
 
 
 def backbone_components(config: RunConfig) -> list[Component]:

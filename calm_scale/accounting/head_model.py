@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from calm_scale.accounting.components import Component, linear, weights
 from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig
@@ -11,9 +12,10 @@ TIME_FEATURES = 256
 """Sinusoids of the time embedding of flow and diffusion heads."""
 
 
+@lru_cache(maxsize=64)
 def energy_head(
     head: EnergyHeadConfig, num_blocks: int, d: int, latent: int, *, shared_condition: bool = True
-) -> list[Component]:
+) -> tuple[Component, ...]:
     """Energy head: ε → samples ẑ ``[N, l]`` given h ``[d]``.
 
     ``shared_condition`` splits each block's Linear(x ‖ h) into W_x·x (per sample) and W_h·h (once per position);
@@ -40,7 +42,7 @@ def energy_head(
         linear("head.final.hidden", "head", d, d, bias=True),
         linear("head.final.out", "head", d, latent, bias=True),
     ]
-    return [c if shared_condition and _depends_on_h_alone(c) else _repeated(c, n) for c in found]
+    return tuple(c if shared_condition and _depends_on_h_alone(c) else _repeated(c, n) for c in found)
 
 
 def energy_loss(head: EnergyHeadConfig, latent: int) -> list[Component]:
@@ -55,9 +57,10 @@ def energy_loss(head: EnergyHeadConfig, latent: int) -> list[Component]:
     ]
 
 
+@lru_cache(maxsize=64)
 def denoiser(
     head: FlowHeadConfig | DiffusionHeadConfig, num_blocks: int, d: int, latent: int
-) -> list[Component]:
+) -> tuple[Component, ...]:
     """Flow or diffusion network: (z_t, t, h) → velocity ``[l]`` or noise and variance ``[2l]``.
 
     Time is embedded by a two-layer MLP, the condition is projected once per position, and every block is

@@ -25,8 +25,9 @@ def head_components(config: RunConfig, *, shared_condition: bool = True) -> list
     if isinstance(lm.head, SoftmaxHeadConfig):
         return softmax_output(config)
     if isinstance(lm.head, EnergyHeadConfig):
-        return energy_head(lm.head, lm.num_blocks, d, config.latent_size, shared_condition=shared_condition)
-    return denoiser(lm.head, lm.num_blocks, d, config.latent_size)
+        head = energy_head(lm.head, lm.num_blocks, d, config.latent_size, shared_condition=shared_condition)
+        return list(head)
+    return list(denoiser(lm.head, lm.num_blocks, d, config.latent_size))
 
 
 def loss_components(config: RunConfig) -> list[Component]:

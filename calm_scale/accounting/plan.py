@@ -104,13 +104,13 @@ def rank(
         ConfigError: no layout divides the batch, the heads and the layers over that many ranks.
         UnknownDeviceError: the gpu is not in the table.
     """
-    chip, world = device(gpu), nodes * gpus_per_node
+    chip, world, work = device(gpu), nodes * gpus_per_node, step_flops(config)
     found = []
     for candidate, data_parallel in _candidates(config, world, gpus_per_node):
-        layout = _evaluate(candidate, data_parallel, chip, gpus_per_node, efficiency)
+        layout = _evaluate(candidate, data_parallel, chip, gpus_per_node, efficiency, work)
         if not layout.fits:
             recomputing = _with(candidate, parallel={"recompute": "full"})
-            layout = _evaluate(recomputing, data_parallel, chip, gpus_per_node, efficiency)
+            layout = _evaluate(recomputing, data_parallel, chip, gpus_per_node, efficiency, work)
         found.append(layout)
     if not found:
         lm = lm_of(config)
@@ -168,8 +168,9 @@ def _candidates(config: RunConfig, world: int, gpus_per_node: int) -> Iterator[t
 
 
 def _evaluate(
-    config: RunConfig, data_parallel: int, chip: Device, gpus_per_node: int, efficiency: float
+    config: RunConfig, data_parallel: int, chip: Device, gpus_per_node: int, efficiency: float, work: float
 ) -> Layout:
+    """``work``: model FLOPs of a step, which no layout changes."""
     lm = lm_of(config)
     time = step_time(config, data_parallel, chip, gpus_per_node, efficiency)
     world = lm.parallel.model_parallel * data_parallel
@@ -183,7 +184,7 @@ def _evaluate(
         time=time,
         bound=pipeline_bound(config, lm.training.accumulation(data_parallel)),
         tokens_per_second=tokens_per_step(config) / time.total,
-        mfu=step_flops(config) / (world * chip.peak * time.total),
+        mfu=work / (world * chip.peak * time.total),
         days=seconds / 86400,
         dollars=world * seconds / 3600 * chip.dollars_per_hour,
     )

@@ -40,11 +40,12 @@ def stage_parameters(config: RunConfig) -> list[StageParameters]:
     """Parameters per rank, for every pipeline stage in order."""
     parallel = lm_of(config).parallel
     layers, stages = balance(config), parallel.pipeline
+    one_layer = sum(local_parameters(config, c) for c in _one_layer(config))
     found = []
     for stage in range(stages):
         mine = layers[stage::stages]
         first, last = stage == 0, stage == stages - 1
-        trained = sum(mine) * sum(local_parameters(config, c) for c in _one_layer(config))
+        trained = sum(mine) * one_layer
         if first:
             trained += sum(local_parameters(config, c) for c in input_components(config))
         head = 0
@@ -80,7 +81,7 @@ def local_parameters(config: RunConfig, component: Component) -> int:
     return component.parameters // tensor
 
 
-def _one_layer(config: RunConfig) -> list[Component]:
+def _one_layer(config: RunConfig) -> tuple[Component, ...]:
     return layer_components(lm_of(config).backbone, 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from calm_scale.accounting.activations import FP32, element
@@ -105,7 +105,7 @@ def _stage_macs(config: RunConfig, held: Sequence[StageParameters]) -> list[floa
     return macs
 
 
-def _work(config: RunConfig, components: list[Component]) -> int:
+def _work(config: RunConfig, components: Iterable[Component]) -> int:
     lm = lm_of(config)
     mode = lm.parallel.recompute
     return sum(c.training + recomputed(c, mode) for c in causal(components, lm.backbone.positions))

@@ -24,21 +24,26 @@ def print_document(document: Document, console: Console | None = None) -> None:
         console.print()
         console.rule(f"[bold]{escape(section.title)}[/bold]", align="left")
         for paragraph in section.text:
-            console.print(escape(paragraph), width=min(console.width, TEXT_WIDTH))
+            console.print(escape(paragraph), width=min(console.width, TEXT_WIDTH), highlight=False)
         for table in section.tables:
             console.print(fitting(table, console))
             if table.note:
-                console.print(f"[dim]{escape(table.note)}[/dim]", width=min(console.width, TEXT_WIDTH))
+                console.print(
+                    f"[dim]{escape(table.note)}[/dim]", width=min(console.width, TEXT_WIDTH), highlight=False
+                )
 
 
 def fitting(table: Table, console: Console) -> RichTable:
     """The table, or the table on its side where that is what fits the terminal."""
-    upright = rich_table(table)
-    if Measurement.get(console, console.options, upright).maximum <= console.width:
-        return upright
-    sideways = rich_table(table, sideways=True)
-    fits = Measurement.get(console, console.options, sideways).maximum <= console.width
-    return sideways if fits else upright
+    upright, sideways = rich_table(table), rich_table(table, sideways=True)
+    widths = [_width(drawn, console) for drawn in (upright, sideways)]
+    return upright if widths[0] <= console.width or widths[0] <= widths[1] else sideways
+
+
+def _width(drawn: RichTable, console: Console) -> int:
+    """Columns the table needs to show every cell on one line."""
+    unbounded = console.options.update(width=10_000, max_width=10_000)
+    return Measurement.get(console, unbounded, drawn).maximum
 
 
 def rich_table(table: Table, *, sideways: bool = False) -> RichTable:
@@ -57,7 +62,10 @@ def rich_table(table: Table, *, sideways: bool = False) -> RichTable:
             drawn.add_row(heading, *(row[index] for row in rows))
         return drawn
     for heading, column in zip(headings, table.columns, strict=True):
-        drawn.add_column(heading, justify="left" if column.kind == "text" else "right")
+        text = column.kind == "text"
+        drawn.add_column(
+            heading, justify="left" if text else "right", overflow="fold" if text else "ellipsis"
+        )
     for index, row in enumerate(rows):
         if table.num_total and index == len(rows) - table.num_total:
             drawn.add_section()

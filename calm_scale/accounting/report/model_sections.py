@@ -26,11 +26,11 @@ COMPONENT_COLUMNS = (
     Column("component", "Component"),
     Column("copies", "×", "integer"),
     Column("parameters", "Params", "number"),
-    Column("forward", "Train fwd/token", "flops"),
-    Column("backward", "Train bwd/token", "flops"),
+    Column("forward", "Forward", "flops"),
+    Column("backward", "Backward", "flops"),
     Column("share", "Share", "percent"),
-    Column("recompute", "Recompute/token", "flops"),
-    Column("inference", "Infer/token", "flops"),
+    Column("recompute", "Recompute", "flops"),
+    Column("inference", "Inference", "flops"),
 )
 
 
@@ -66,7 +66,7 @@ def components_section(config: RunConfig) -> Section:
     """Component table, per token, and the run's totals."""
     table = Table(
         "components",
-        f"{config.name}: where the FLOPs go, per token",
+        f"{config.name}: where the FLOPs go (training forward and backward, recomputation, inference), per token",
         COMPONENT_COLUMNS,
         _component_rows(component_table(config)),
         note="The frozen autoencoder stands in the table with its parameters; `trained` leaves it out.",

@@ -73,7 +73,7 @@ def stages(name: str, costs: Sequence[tuple[str, tuple[float, float, float]]]) -
         axes.bar(labels, heights, bottom=below, color=colour, label=part)
         below = [a + b for a, b in zip(below, heights, strict=True)]
     axes.set_ylabel("training GFLOPs per token")
-    axes.legend(fontsize=8, frameon=False)
+    _legend_beside(axes)
     return Picture(
         "stages", f"{name}: work by pipeline stage", _svg(figure), "Stacked work of every pipeline stage"
     )
@@ -99,7 +99,7 @@ def time_spent(name: str, attempts: Sequence[tuple[str, dict[str, float]]]) -> P
         below = [a + b for a, b in zip(below, hours, strict=True)]
     axes.set_xlabel("attempt")
     axes.set_ylabel("hours")
-    axes.legend(fontsize=8, frameon=False, ncols=4)
+    _legend_beside(axes)
     return Picture(
         "time_spent", f"{name}: where the time went", _svg(figure), "Hours of every attempt by activity"
     )
@@ -133,6 +133,10 @@ def _figure() -> tuple[Any, Any]:
     axes.grid(visible=True, axis="both", color="#e2e8f0", lw=0.6)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def _legend_beside(axes: Any) -> None:
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _svg(figure: Any) -> str:

@@ -1,0 +1,152 @@
+"""The plan as a report: ranked layouts, the chosen one in full, and what the estimate rests on."""
+
+from __future__ import annotations
+
+from calm_scale.accounting import hardware, intervals, memory, plan, timing
+from calm_scale.accounting.backbone_model import lm_of
+from calm_scale.accounting.plan import Layout
+from calm_scale.accounting.report.document import (
+    Cell,
+    Column,
+    Document,
+    Section,
+    Table,
+    bytes_text,
+    seconds_text,
+)
+from calm_scale.accounting.report.layout_sections import MEMORY_PARTS
+from calm_scale.config.run import RunConfig
+
+SHOWN = 15
+
+
+def plan_document(
+    config: RunConfig,
+    nodes: int,
+    gpu: str,
+    *,
+    gpus_per_node: int = 8,
+    efficiency: float = timing.EFFICIENCY,
+    dollars_per_device_hour: float | None = None,
+) -> Document:
+    """Layouts of ``config`` on ``nodes`` nodes of that gpu.
+
+    Raises:
+        ConfigError: no layout exists. UnknownDeviceError: the gpu is not in the table.
+    """
+    chip = hardware.device(gpu)
+    ranked = plan.rank(config, nodes, gpu, gpus_per_node=gpus_per_node, efficiency=efficiency)
+    price = chip.dollars_per_hour if dollars_per_device_hour is None else dollars_per_device_hour
+    best = ranked[0]
+    return Document(
+        f"Plan: {config.name} on {nodes} × {gpus_per_node} {chip.key}",
+        (
+            _choice(best, nodes, price / chip.dollars_per_hour),
+            _ranking(ranked, price / chip.dollars_per_hour),
+            _assumptions(chip, efficiency, price),
+        ),
+    )
+
+
+def _choice(best: Layout, nodes: int, price: float) -> Section:
+    text = _advice(best, nodes, price) if best.fits else _nothing_fits(best)
+    return Section("choice", "Choice", text, (_memory_table(best),))
+
+
+def _nothing_fits(best: Layout) -> tuple[str, ...]:
+    return (
+        f"NO LAYOUT FITS: the one nearest needs {bytes_text(best.fullest.total)} on a rank of stage "
+        f"{best.fullest.stage}, {bytes_text(best.limit)} are usable. Take more nodes or a gpu with more memory.",
+    )
+
+
+def _advice(best: Layout, nodes: int, price: float) -> tuple[str, ...]:
+    advice, time = plan.save_advice(best, nodes), best.time
+    parts = ", ".join(
+        f"{name} {seconds_text(getattr(time, name))}"
+        for name in ("compute", "tensor", "pipeline", "bubble", "data", "optimizer")
+    )
+    return (
+        f"{_name(best)}: {seconds_text(time.total)} a step, {best.tokens_per_second:,.0f} tokens/s, "
+        f"MFU {100 * best.mfu:.0f} %, {best.days:.2f} days, ${best.dollars * price:,.0f}.",
+        f"A step: {parts}. Heaviest stage {best.bound.imbalance:.2f} × the mean.",
+        f"Fullest: stage {best.fullest.stage}, {bytes_text(best.fullest.total)} of {bytes_text(best.limit)} usable.",
+        f"Checkpoint {bytes_text(advice.checkpoint_bytes)}, about {seconds_text(advice.save_seconds)} to save; "
+        f"a failure every {seconds_text(advice.mtbf_seconds)}. Save every {advice.interval_steps} steps "
+        f"({seconds_text(advice.interval_seconds)}): expected goodput {100 * advice.goodput:.2f} %.",
+        "Select it with: " + " ".join(f"--set {item}" for item in best.overrides),
+    )
+
+
+def _ranking(ranked: list[Layout], price: float) -> Section:
+    columns = (
+        Column("layout", "Layout"),
+        Column("layers", "Layers by chunk"),
+        Column("micro_batch", "Micro-batch", "integer"),
+        Column("recompute", "Recompute"),
+        Column("fits", "Fits"),
+        Column("memory", "Fullest rank", "bytes"),
+        Column("stage", "Stage"),
+        Column("step", "Step", "seconds"),
+        Column("bubble", "Bubble", "percent"),
+        Column("imbalance", "Imbalance", "number"),
+        Column("tokens_per_second", "Tokens/s", "number"),
+        Column("mfu", "MFU", "percent"),
+        Column("days", "Days", "number"),
+        Column("dollars", "Cost $", "integer"),
+    )
+    rows = tuple(_cells(layout, price) for layout in ranked[:SHOWN])
+    table = Table(
+        "layouts", f"Layouts, best first ({min(SHOWN, len(ranked))} of {len(ranked)})", columns, rows
+    )
+    return Section("layouts", "Layouts", (), (table,))
+
+
+def _cells(layout: Layout, price: float) -> tuple[Cell, ...]:
+    lm = lm_of(layout.config)
+    return (
+        _name(layout),
+        "+".join(map(str, layout.layers)),
+        lm.training.micro_batch,
+        lm.parallel.recompute,
+        "yes" if layout.fits else "no",
+        layout.fullest.total,
+        str(layout.fullest.stage),
+        layout.time.total,
+        layout.bound.bubble,
+        layout.bound.imbalance,
+        layout.tokens_per_second,
+        layout.mfu,
+        layout.days,
+        layout.dollars * price,
+    )
+
+
+def _memory_table(layout: Layout) -> Table:
+    columns = (
+        Column("stage", "Stage"),
+        *(Column(part, part.capitalize(), "bytes") for part in MEMORY_PARTS),
+        Column("total", "Total", "bytes"),
+    )
+    stages = memory.language_model(layout.config, layout.data_parallel)
+    rows = tuple((str(m.stage), *(getattr(m, part) for part in MEMORY_PARTS), m.total) for m in stages)
+    return Table("memory", "Memory per rank", columns, rows)
+
+
+def _assumptions(chip: hardware.Device, efficiency: float, price: float) -> Section:
+    text = (
+        timing.assumptions(chip, efficiency),
+        f"Peak {chip.peak / 1e12:g} TFLOP/s ({chip.source}). "
+        f"{100 * plan.USABLE_MEMORY:.0f} % of {chip.memory / 1e9:g} GB usable. "
+        f"${price:g} a device-hour, an assumption of this table. "
+        "MFU counts attention full, as the FLOPs report does, while kernels skip half of it.",
+        f"Saves: {plan.STORAGE_PER_NODE / 1e9:g} GB/s a node, {plan.RESTART_SECONDS:.0f} s to restart, "
+        f"one failure of a node in {intervals.NODE_MTBF_HOURS:.0f} hours; the interval is Daly's.",
+    )
+    return Section("assumptions", "What this rests on", text)
+
+
+def _name(layout: Layout) -> str:
+    parallel = lm_of(layout.config).parallel
+    chunks = f" × {parallel.virtual_pipeline} chunks" if parallel.virtual_pipeline > 1 else ""
+    return f"tp{parallel.tensor} pp{parallel.pipeline}{chunks} dp{layout.data_parallel}"
