@@ -1,0 +1,33 @@
+"""The run's tokenizer into a published folder, so that ``AutoTokenizer.from_pretrained(folder)`` loads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from calm_scale.config.data import TokenizerConfig
+from data_prep.tokenizer_spec import read_spec
+
+
+def export_tokenizer(config: TokenizerConfig, path: Path, folder: Path, max_tokens: int) -> None:
+    """Writes ``tokenizer.json`` (also from tiktoken ranks) and ``tokenizer_config.json``.
+
+    Args:
+        config: the BOS/EOS policy, which becomes the tokenizer's post-processor.
+        path: the run's tokenizer file or folder.
+        max_tokens: context length in tokens.
+    """
+    spec = read_spec(config, path)
+    name_of = {number: name for name, number in spec.specials.items()}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_tokens,
+        "clean_up_tokenization_spaces": False,
+    }
+    for kind, number in (("bos", spec.bos_id), ("eos", spec.eos_id), ("pad", spec.pad_id)):
+        if number is not None and number in name_of:
+            settings[f"{kind}_token"] = name_of[number]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(spec.json, encoding="utf-8")
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
