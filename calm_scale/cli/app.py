@@ -7,6 +7,7 @@ Exit codes: 0 done · 1 the work failed · 2 a mistake in what was asked (config
 from __future__ import annotations
 
 import sys
+import warnings
 
 import typer
 
@@ -47,6 +48,8 @@ for room in (data, train, scoring, accounting, cluster, checkpoints, configurati
 
 def main() -> None:
     """Run a command; a user's mistake is one message on stderr, never a traceback."""
+    for told_elsewhere in ("Transformer Engine and Apex are not installed", "torch.distributed is disabled"):
+        warnings.filterwarnings("ignore", message=f".*{told_elsewhere}")
     try:
         app()
     except ConfigError as error:

@@ -51,7 +51,7 @@ def export(
     checkpoint: Checkpoint, out: Annotated[Path, typer.Option("--out", help="Folder to write.")]
 ) -> None:
     """One-file safetensors of an autoencoder or language model, from any layout, without a GPU."""
-    from calm_scale.stages.checkpoints import export_checkpoint
+    from calm_scale.stages.convert import export_checkpoint
 
     raise typer.Exit(export_checkpoint(checkpoint, out))
 
@@ -60,8 +60,12 @@ def export(
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A published checkpoint's folder.")],
     out: Annotated[Path, typer.Option("--out", help="Run folder to write.")],
+    autoencoder: Annotated[
+        Path | None,
+        typer.Option("--autoencoder", help="The published autoencoder's folder (its config.json)."),
+    ] = None,
 ) -> None:
     """Read a published CALM checkpoint (safetensors or .bin) into ours."""
-    from calm_scale.stages.checkpoints import import_checkpoint
+    from calm_scale.stages.convert import import_checkpoint
 
-    raise typer.Exit(import_checkpoint(folder, out))
+    raise typer.Exit(import_checkpoint(folder, out, autoencoder))

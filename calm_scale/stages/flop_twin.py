@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from calm_scale.accounting.autoencoder_model import autoencoder_components, model_of
-from calm_scale.accounting.components import FLOPS_PER_MAC, Component
-from calm_scale.accounting.model import lm_components, recomputed
+from calm_scale.accounting.components import FLOPS_PER_MAC, Component, parameters_of
+from calm_scale.accounting.model import lm_components, lm_parameters, recomputed
 from calm_scale.accounting.twin import BATCH, POSITIONS, Comparison, tiny_twin
 from calm_scale.config.lm import EnergyHeadConfig
 from calm_scale.config.run import RunConfig
@@ -42,6 +42,7 @@ def _autoencoder(twin: RunConfig) -> list[Comparison]:
     backward = _count(lambda: logits[0].sum().backward())
     components = autoencoder_components(twin)
     return [
+        Comparison("autoencoder parameters", parameters_of(components), _size(model.unique_parameters())),
         Comparison("autoencoder training, forward", _flops(components, "forward"), forward),
         Comparison("autoencoder training, backward", _flops(components, "backward"), backward),
     ]
@@ -68,7 +69,9 @@ def _language_model(twin: RunConfig) -> list[Comparison]:
     mode = twin.lm.parallel.recompute if twin.lm else "none"
     again = FLOPS_PER_MAC * sum(recomputed(c, mode) for c in components)
     hardware = _flops(components, "forward") + _flops(components, "backward") + again
+    weights = (item for model in engine.models for item in model.named_parameters())
     found = [
+        Comparison("language model parameters", lm_parameters(twin), _size(weights)),
         Comparison("language model, forward", _flops(components, "forward"), forward - loss_forward),
         Comparison("language model, forward and backward", hardware, both - loss_both),
     ]
@@ -122,6 +125,10 @@ def _count(work: Callable[[], Any]) -> int:
             f"{counter.get_total_flops()} counted FLOPs are not a multiple of the positions"
         )
     return int(per_position)
+
+
+def _size(parameters: Iterable[tuple[str, Any]]) -> int:
+    return sum(parameter.numel() for _, parameter in parameters)
 
 
 def _flops(components: list[Component], direction: str) -> int:

@@ -1,0 +1,105 @@
+"""`calm-scale ckpt export` and `import`: checkpoints to and from the published layout, a tensor at a time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from calm_scale.checkpoint.card import Card, Counters, Identity, code_version
+from calm_scale.checkpoint.run_id import run_id
+from calm_scale.checkpoint.store import CheckpointStore
+from calm_scale.config import CalmScaleError, ConfigError, RunConfig, config_hash
+from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.stages.checkpoints import shards_of
+from calm_scale.stages.launch import lm_section
+from calm_scale.stages.run_folder import store_config
+
+AUTOENCODER = "autoencoder"
+"""The published autoencoder's folder inside a published language model's."""
+
+
+def export_checkpoint(checkpoint: Path, out: Path) -> int:
+    """Write a language model (with its autoencoder and tokenizer) in the published layout as safetensors."""
+    card, shards = shards_of(checkpoint)
+    config = _run_of(card, checkpoint)
+    if card.stage != "lm":
+        raise ConfigError(
+            f"{checkpoint}: holds an autoencoder; its finished export is {config.workdir / 'autoencoder' / 'export'}"
+        )
+    if lm_section(config).head.kind != "energy":
+        raise ConfigError(f"{checkpoint}: the published layout knows the energy head only")
+    from calm_scale.autoencoder.export import load_export
+    from calm_scale.interop.autoencoder import export_autoencoder
+    from calm_scale.interop.language_model import export_language_model
+    from calm_scale.interop.sharded import whole_from_checkpoint
+    from calm_scale.interop.tokenizer import export_tokenizer
+
+    autoencoder, exported = load_export(config.autoencoder_export)
+    export_autoencoder(autoencoder, exported.objective, out / AUTOENCODER, container="safetensors")
+    export_language_model(config, whole_from_checkpoint(shards), autoencoder, out, container="safetensors")
+    if config.tokenizer_path.exists():
+        tokens = lm_section(config).backbone.positions * config.patch_size
+        export_tokenizer(config.tokenizer, config.tokenizer_path, out, tokens)
+    Console().print(f"exported step {card.step} to {out}", soft_wrap=True, highlight=False)
+    return EXIT_OK
+
+
+def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None = None) -> int:
+    """Read a published language model into a new run folder: configuration, autoencoder export, step 0."""
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out}: is not empty; give the imported run a folder of its own")
+    from calm_scale.autoencoder.export import write_export
+    from calm_scale.interop.language_model import PublishedLanguageModel
+    from calm_scale.interop.sharded import write_checkpoint
+    from calm_scale.runtime.megatron import initialize
+    from calm_scale.runtime.world import init_world
+
+    beside = folder / AUTOENCODER if (folder / AUTOENCODER).is_dir() else None
+    published = PublishedLanguageModel(folder, autoencoder_folder or beside, name=out.name, workdir=str(out))
+    run = published.run
+    section = run.autoencoder
+    if section is None:
+        raise CalmScaleError(f"{folder}: the published model names no autoencoder")
+    world = init_world()
+    initialize(lm_section(run).parallel, world)
+    exported = write_export(
+        run.workdir / "autoencoder" / "export",
+        dict(published.autoencoder.unique_parameters()),
+        config=section.model,
+        objective=section.objective,
+        vocab_size=run.vocab_size,
+        patch_size=run.patch_size,
+    )
+    store_config(run)
+    name = run_id(run.workdir / "lm", run.name)
+    identity = Identity(
+        stage="lm",
+        run_id=name,
+        config=run.model_dump(mode="json"),
+        config_hash=config_hash(run),
+        patch_size=run.patch_size,
+        vocab_size=run.vocab_size,
+        tokenizer_fingerprint="",
+        shards_fingerprint="",
+        autoencoder_fingerprint=exported.fingerprint,
+        topology={"world_size": 1, "tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "data": 1},
+        code_version=code_version(),
+    )
+    card = Card.of(identity, created=time.time(), counters=Counters())
+    store = CheckpointStore(
+        run.workdir / "lm" / "checkpoints", world, lm_section(run).training.checkpoint, name
+    )
+    store.save(0, lambda shards: write_checkpoint(published, shards), card)
+    world.close()
+    Console().print(
+        f"imported into {out}; score it with: calm-scale eval {out / 'config.yaml'}", soft_wrap=True
+    )
+    return EXIT_OK
+
+
+def _run_of(card: Card, checkpoint: Path) -> RunConfig:
+    """The run of a card, in the folder the checkpoint lies in now."""
+    run = RunConfig.model_validate(card.config)
+    return run.model_copy(update={"workdir": checkpoint.resolve().parents[2]})
