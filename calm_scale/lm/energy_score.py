@@ -17,7 +17,7 @@ from calm_scale.runtime.noise import NoiseChunk, PositionNoise
 
 Backend = Literal["auto", "torch", "triton"]
 DRAWS = 128  # posterior draws in one stream; part of the noise's name, so changing it changes the numbers
-_CHUNK_ELEMENTS = 1 << 19
+_CHUNK_ELEMENTS = 1 << 20
 _NEAR = 0.05  # d² below this share of |e|² + |y|² is recomputed from the difference itself
 _MIN_SQUARED = 1e-30  # floor under d² where it is raised to a negative power
 

@@ -1,0 +1,145 @@
+"""Loss, head and training step on one GPU: seconds, achieved TFLOP/s and MFU, one line ``name: value`` each.
+
+    python benchmarks/gpu.py                                   # CALM-M, micro-batch 4
+    python benchmarks/gpu.py --config configs/lm/calm-xl.yaml --micro-batch 1
+    python benchmarks/gpu.py --set lm.head.num_posterior=200
+
+Exits 2, saying so, where there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from calm_scale.accounting.costs import step_flops
+from calm_scale.accounting.utilization import utilization
+from calm_scale.config import RunConfig, load
+from calm_scale.lm.energy_score import energy_score
+from calm_scale.lm.heads import EnergyHead, build_head
+from calm_scale.runtime.noise import PositionNoise
+
+DEFAULT = Path(__file__).parents[1] / "configs" / "lm" / "calm-m.yaml"
+
+
+def main() -> int:
+    """Measure what the configuration describes; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=DEFAULT)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks/gpu.py needs a CUDA device; none is visible", file=sys.stderr)
+        return 2
+    batch = [f"lm.training.{key}={asked.micro_batch}" for key in ("global_batch", "micro_batch")]
+    config = load(asked.config, overrides=["name=gpu-benchmark", *batch, *asked.set])
+    print(f"device: {torch.cuda.get_device_name()}")
+    measure_loss(config, asked.repeats)
+    measure_head(config, asked.repeats)
+    measure_step(config, asked.repeats)
+    return 0
+
+
+def measure_loss(config: RunConfig, repeats: int) -> None:
+    """Energy loss forward and backward, fused and torch, at the configured N, M, l."""
+    stage, batch = config.lm, config.lm.training.micro_batch
+    positions, head, size = stage.backbone.positions, stage.head, config.latent_size
+    samples = torch.randn(batch, positions, head.num_samples, size, device="cuda", requires_grad=True)
+    mean = torch.randn(batch, positions, size, device="cuda")
+    log_std = torch.full_like(mean, -1.2)
+    noise = PositionNoise(0, 0, range(batch), range(positions), device="cuda")
+
+    def run(backend: str) -> None:
+        loss = energy_score(
+            samples,
+            mean,
+            log_std,
+            noise,
+            num_posterior=head.num_posterior,
+            alpha=head.alpha,
+            backend=backend,
+        )
+        loss.mean().backward()
+
+    for backend in ("triton", "torch"):
+        seconds, mib = _measure(lambda backend=backend: run(backend), repeats)
+        print(f"energy_loss_{backend}_seconds: {seconds:.5f}\nenergy_loss_{backend}_mib: {mib:.0f}")
+
+
+def measure_head(config: RunConfig, repeats: int) -> None:
+    """Energy head forward and backward with shared h, in bf16."""
+    stage, batch = config.lm, config.lm.training.micro_batch
+    head = build_head(stage, config.latent_size).to("cuda", torch.bfloat16)
+    if not isinstance(head, EnergyHead):
+        raise SystemExit(
+            f"benchmarks/gpu.py measures the energy head; the configuration has {stage.head.kind}"
+        )
+    positions, d = stage.backbone.positions, stage.backbone.hidden_size
+    hidden = torch.randn(batch, positions, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    drawn = torch.rand(batch, positions, head.num_samples, head.noise_size, device="cuda") - 0.5
+    seconds, mib = _measure(lambda: head(hidden, drawn).square().mean().backward(), repeats)
+    blocks, n = stage.num_blocks, head.num_samples
+    of_sample = blocks * 5 * d * d + d * d + d * (head.noise_size + config.latent_size)
+    macs = batch * positions * (n * of_sample + (blocks + 1) * d * d)
+    print(f"head_seconds: {seconds:.5f}\nhead_mib: {mib:.0f}\nhead_tflops: {6 * macs / seconds / 1e12:.1f}")
+
+
+def measure_step(config: RunConfig, repeats: int) -> None:
+    """Whole optimizer step of the Megatron engine on this GPU, frozen encoder included."""
+    from calm_scale.autoencoder.model import Autoencoder
+    from calm_scale.runtime.world import init_world
+    from calm_scale.training.engine import Batch
+    from calm_scale.training.megatron_engine import MegatronEngine
+
+    training = config.lm.training
+    world = init_world()
+    try:
+        codec = Autoencoder(config.autoencoder.model, config.vocab_size, config.patch_size)
+        engine = MegatronEngine(config, world, codec.to(world.device).eval().requires_grad_(False))
+        length = config.lm.backbone.positions * config.patch_size
+        tokens = torch.randint(config.vocab_size, (1, training.micro_batch, length))
+        batch = Batch(1, tokens, torch.arange(training.micro_batch)[None])
+        seconds, mib = _measure(lambda: engine.train_step(batch, 1e-4), repeats)
+    finally:
+        world.close()
+    flops = step_flops(config)
+    used = utilization(
+        model_flops=flops,
+        hardware_flops=flops,
+        seconds=seconds,
+        world_size=1,
+        device=torch.cuda.get_device_name(),
+        precision=training.precision,
+    )
+    print(f"step_seconds: {seconds:.4f}\nstep_peak_mib: {mib:.0f}")
+    print(f"step_tokens_per_s: {training.micro_batch * length / seconds:.0f}")
+    print(f"step_tflops: {flops / seconds / 1e12:.1f}\nstep_utilization: {used}")
+
+
+def _measure(function: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Least seconds of a call, and how much memory its peak adds, MiB."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+if __name__ == "__main__":
+    sys.exit(main())
