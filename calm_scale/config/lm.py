@@ -129,9 +129,29 @@ class LMStage(Section):
             )
         if p.sequence_parallel and b.positions % p.tensor:
             raise ValueError(f"positions {b.positions} is not divisible by tensor parallel size {p.tensor}")
+        self._head_fits()
         if p.data is not None:
-            self.training.accumulation(p.data)
+            num_micro_batches = self.training.accumulation(p.data)
+            if p.virtual_pipeline > 1 and num_micro_batches % p.pipeline:
+                raise ValueError(
+                    f"virtual_pipeline needs micro-batches per step ({num_micro_batches}) in a multiple of "
+                    f"pipeline {p.pipeline}; change global_batch or micro_batch"
+                )
         return self
+
+    def _head_fits(self) -> None:
+        b, p = self.backbone, self.parallel
+        if self.head.kind == "softmax" or p.tensor == 1:
+            return
+        if p.head_parallelism == "position" and b.positions % p.tensor:
+            raise ValueError(
+                f"head_parallelism position gives each of {p.tensor} tensor-parallel ranks an equal share of the "
+                f"positions, and {b.positions} positions do not divide"
+            )
+        if p.head_parallelism == "tensor" and self.head.kind != "energy":
+            raise ValueError(
+                f"head_parallelism tensor splits the energy head's weights; head {self.head.kind} needs position"
+            )
 
     @property
     def num_blocks(self) -> int:

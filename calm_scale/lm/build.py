@@ -7,10 +7,11 @@ import torch
 from calm_scale.accounting.layout import balance
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.lm import LMStage
-from calm_scale.lm.heads import GenerativeHead, build_head
+from calm_scale.lm.heads import EnergyHead, GenerativeHead, build_head
 from calm_scale.lm.initialization import initialize_weights
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.pieces import mark_tensor_parallel
+from calm_scale.lm.tensor_head import split_energy_head
 from calm_scale.runtime.megatron import DTYPES, Layout, Precision, transformer_config
 from calm_scale.runtime.noise import stream_seed
 
@@ -64,6 +65,12 @@ def _head(run: RunConfig, stage: LMStage, layout: Layout, precision: Precision) 
         head = build_head(stage, run.latent_size)
     generator = torch.Generator().manual_seed(stream_seed(run.seed, "weights", "head"))
     head.reset_parameters(stage.backbone.init_std, generator)
+    if (
+        stage.parallel.head_parallelism == "tensor"
+        and layout.tensor_size > 1
+        and isinstance(head, EnergyHead)
+    ):
+        head = split_energy_head(head, layout.tensor_rank, layout.tensor_size)
     for parameter in head.parameters():
         parameter.self_initialized = True  # type: ignore[attr-defined]
     return head.to(layout.device, DTYPES[precision])

@@ -133,6 +133,8 @@ class CalmModel(nn.Module):
             raise ValueError("the generative head needs the posterior of the next patch and its noise")
         if self.splits_positions and not self.config.sequence_parallel:
             hidden = take_owned(hidden)
+        elif self.config.sequence_parallel and not self.splits_positions:
+            hidden = gather_all(hidden)
         head = cast(GenerativeHead, self.head)
         return head.loss(hidden.transpose(0, 1), targets.mean, targets.log_std, targets.noise)
 

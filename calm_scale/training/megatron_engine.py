@@ -54,13 +54,14 @@ class MegatronEngine:
         self.data_size = self.layout.data_size
         _check(run, self.layout, codec)
         self.models: list[CalmModel] = build_models(run, self.layout)
-        self.chunks = wrap_data_parallel(self.models, stage.parallel)
+        shards_optimizer = stage.parallel.distributed_optimizer and self.data_size > 1
+        self.chunks = wrap_data_parallel(self.models, distributed_optimizer=shards_optimizer)
         self.optimizer = MegatronOptimizer.create(
             self.chunks,
             stage.training.optimizer,
-            stage.parallel,
             stage.training.precision,
             self.layout,
+            distributed_optimizer=shards_optimizer,
         )
         _connect(self.models, self.chunks, self.layout)
         self.steps = 0

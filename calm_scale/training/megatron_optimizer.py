@@ -10,20 +10,19 @@ import torch
 import torch.distributed as dist
 
 from calm_scale.config.optimizer import OptimizerConfig
-from calm_scale.config.parallel import ParallelConfig
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.positions import sum_position_parallel_gradients
 from calm_scale.runtime.megatron import DTYPES, Layout, Precision
 
 
-def wrap_data_parallel(models: Sequence[CalmModel], parallel: ParallelConfig) -> list[Any]:
+def wrap_data_parallel(models: Sequence[CalmModel], *, distributed_optimizer: bool) -> list[Any]:
     """Megatron's DDP around each stage: contiguous fp32 gradient buffers, summed over the data-parallel group."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     on_cuda = next(models[0].parameters()).is_cuda
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=parallel.distributed_optimizer,
+        use_distributed_optimizer=distributed_optimizer,
         overlap_grad_reduce=on_cuda,
     )
     return [
@@ -50,9 +49,10 @@ class MegatronOptimizer:
         cls,
         chunks: Sequence[Any],
         config: OptimizerConfig,
-        parallel: ParallelConfig,
         precision: Precision,
         layout: Layout,
+        *,
+        distributed_optimizer: bool,
     ) -> MegatronOptimizer:
         """Group the parameters (no decay on 1-D ones) and build Megatron's optimizer over the DDP buffers."""
         from megatron.core.optimizer import OptimizerConfig as MegatronConfig
@@ -67,7 +67,7 @@ class MegatronOptimizer:
             adam_eps=config.eps,
             bf16=precision == "bf16",
             params_dtype=DTYPES[precision],
-            use_distributed_optimizer=parallel.distributed_optimizer,
+            use_distributed_optimizer=distributed_optimizer,
             clip_grad=config.clip_norm,
         )
         inner = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)

@@ -33,6 +33,8 @@ TWO = [
     same_steps("pp2", pipeline=2),
     same_steps("pp2_uneven", pipeline=2, pipeline_layout=[3, 1]),
     same_steps("pp2_virtual", pipeline=2, virtual_pipeline=2),
+    same_steps("tp2_head", tensor=2, head_parallelism="tensor", check_replicas=True),
+    same_steps("tp2_sp_head", tensor=2, head_parallelism="tensor", sequence_parallel=True),
     same_steps("dp2"),
     same_steps("dp2_plain", distributed_optimizer=False, training={"micro_batch": 2}),
     same_steps("dp2_bf16", training={"precision": "bf16"}),
@@ -53,7 +55,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 TWINS = [
     (case["name"], base)
-    for cases, base in ((ONE[1:4], "one"), (TWO[:7], "one"), (FOUR, "one"), (TWO[8:], "one_ar"))
+    for cases, base in ((ONE[1:4], "one"), (TWO[:9], "one"), (FOUR, "one"), (TWO[10:], "one_ar"))
     for case in cases
 ]
 
