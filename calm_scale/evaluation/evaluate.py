@@ -112,11 +112,18 @@ def protocol_of(
             f"the 4 tokens after a true prefix, starting at {len(offsets)} of {k} token offsets of the patch grid"
             + (f"; paths run over {-(-ORDERS // k)} patches" if k < ORDERS else "")
         ),
-        "dropped_tail": "none: the last partial block and patch are scored",
+        "sequences_left_out": len(dataset) - num_sequences,
+        "dropped_tail_tokens": _tail_of(dataset),
         "exact_batches": config.exact_batches,
         "seed": config.seed,
         "bootstrap": f"{config.bootstrap} resamplings of documents, {config.confidence:.0%} percentile interval",
     }
+
+
+def _tail_of(dataset: TokenBlocks) -> int:
+    """Tokens behind the last sequence that the data set does not hold (whole sequences only); else 0."""
+    tokens = getattr(getattr(dataset, "manifest", None), "tokens", None)
+    return int(getattr(tokens, "tail", 0))
 
 
 def _windows(

@@ -96,6 +96,7 @@ def test_partial_last_patch_and_padding_are_scored_as_far_as_they_go(markov, cha
     sequence = np.array([0, 1] * 7)  # 14 tokens: boundaries at 4, 8 and 12, the last with 2 tokens
     result = evaluate(model, [sequence], EvaluationConfig(bootstrap=100))
     assert result.score.num_positions == (3, 3, 2, 2)
+    assert (result.protocol["dropped_tail_tokens"], result.protocol["sequences_left_out"]) == (0, 0)
     padded = np.array([0, 1, 0, 1, 0, 1, 0, 2])
     result = evaluate(model, [padded], EvaluationConfig(bootstrap=100), pad_id=2)
     assert result.score.num_positions == (1, 1, 1, 0)
