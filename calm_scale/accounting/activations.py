@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from calm_scale.accounting.backbone_model import lm_of
+from calm_scale.accounting.head_model import TIME_FEATURES
 from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, LMStage
 from calm_scale.config.run import RunConfig
 
@@ -109,10 +110,16 @@ def _head(lm: LMStage, latent: int, rows: int) -> tuple[float, float]:
     if isinstance(lm.head, EnergyHeadConfig):
         return _energy(lm, lm.head, latent, rows)
     if isinstance(lm.head, FlowHeadConfig | DiffusionHeadConfig):
-        d, w = lm.backbone.hidden_size, element(lm)
-        # Time and condition vectors, then per block norm, modulation (3d), modulated input, two linear layers.
-        return w * (3 * d + lm.head.num_repeats * (4 * d + lm.num_blocks * 10 * d)), 0.0
+        return _denoiser(lm, lm.head.num_repeats, latent), 0.0
     return 0.0, 0.0
+
+
+def _denoiser(lm: LMStage, repeats: int, latent: int) -> float:
+    """Time and condition, blocks of ten vectors for each repeat, final layer, and the regression's three vectors."""
+    d, w = lm.backbone.hidden_size, element(lm)
+    embedding = w * (d + repeats * (TIME_FEATURES + 4 * d + latent))
+    blocks = w * lm.num_blocks * 10 * repeats * d
+    return embedding + blocks + repeats * d * (3 * w + FP32) + 3 * FP32 * repeats * latent
 
 
 def _energy(lm: LMStage, head: EnergyHeadConfig, latent: int, rows: int) -> tuple[float, float]:

@@ -61,13 +61,16 @@ def energy_loss(head: EnergyHeadConfig, latent: int) -> list[Component]:
 def denoiser(
     head: FlowHeadConfig | DiffusionHeadConfig, num_blocks: int, d: int, latent: int
 ) -> tuple[Component, ...]:
-    """Flow or diffusion network: (z_t, t, h) → velocity ``[l]`` or noise and variance ``[2l]``.
+    """Flow or diffusion network: (x_t, t, h) → velocity or noise ``[l]``.
 
     Time is embedded by a two-layer MLP, the condition is projected once per position, and every block is
-    modulated by adaLN (3 vectors a block, 2 in the final layer).
+    modulated by adaLN (3 vectors a block, 2 in the final layer). A draw evaluates the network twice a midpoint
+    step (flow) or once a reverse step (diffusion).
     """
-    out = latent if head.kind == "flow" else 2 * latent
-    evaluations = 2 * head.sampling_steps if head.kind == "flow" else head.sampling_steps
+    if isinstance(head, FlowHeadConfig):
+        evaluations = 2 * head.sampling_steps
+    else:
+        evaluations = min(head.sampling_steps, head.train_timesteps)
     found = [
         linear("head.input", "head", latent, d, bias=True, backward=1),
         linear("head.time.0", "head", TIME_FEATURES, d, bias=True, backward=1),
@@ -75,7 +78,7 @@ def denoiser(
         linear("head.condition", "head", d, d, bias=True),
     ]
     for i in range(num_blocks):
-        block = f"head.block.{i}"
+        block = f"head.adaln.{i}"
         found += [
             weights(f"{block}.norm", "head", 2 * d),
             linear(f"{block}.modulation", "head", d, 3 * d, bias=True),
@@ -84,9 +87,9 @@ def denoiser(
         ]
     found += [
         linear("head.final.modulation", "head", d, 2 * d, bias=True),
-        linear("head.final.out", "head", d, out, bias=True),
+        linear("head.final.out", "head", d, latent, bias=True),
     ]
-    return [c if c.name == "head.condition" else _repeated(c, head.num_repeats, evaluations) for c in found]
+    return tuple(c if _depends_on_h_alone(c) else _repeated(c, head.num_repeats, evaluations) for c in found)
 
 
 def _depends_on_h_alone(component: Component) -> bool:

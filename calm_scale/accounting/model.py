@@ -80,7 +80,7 @@ def lm_components(config: RunConfig, *, shared_condition: bool = True) -> list[C
 def recomputed(component: Component, mode: str) -> int:
     """Forward MACs per position that the backward pass runs again.
 
-    ``full``: every layer, and every block of the head up to its last product, whose result nothing needs;
+    ``full``: every layer, and every block of the energy head up to its last product, whose result nothing needs;
     ``selective``: core attention.
     """
     in_block = component.name.startswith("head.block.") and not component.name.endswith(".down")

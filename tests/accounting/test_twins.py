@@ -35,6 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
     "latent_input": {"input_mode": "continuous", "patch_size": 2},
     "recompute_full": {"parallel": {"recompute": "full"}},
     "recompute_selective": {"parallel": {"recompute": "selective"}},
+    "flow": {"head": {"kind": "flow", "num_repeats": 3}},
+    "diffusion": {"head": {"kind": "diffusion", "num_repeats": 3}, "patch_size": 2},
+    "baseline": {"head": {"kind": "softmax"}, "patch_size": 1},
 }
 
 
@@ -62,7 +65,7 @@ def counted(make_tiny: MakeRun, tmp_path_factory: pytest.TempPathFactory) -> dic
 def test_every_product_of_the_twin_is_counted(counted: dict[str, Any], case: str) -> None:
     found = counted[case]
     exact = [c for c in found if not c["what"].startswith("energy loss")]
-    assert len(exact) == 4
+    assert len(exact) == (3 if case == "baseline" else 6)
     for comparison in exact:
         assert comparison["symbolic"] == comparison["counted"] > 0, comparison
 
