@@ -63,8 +63,11 @@ def write_demo_corpus(
             json.dumps({"text": text, "meta": {"pile_set_name": name}}).encode() + b"\n"
             for name, text in ordered[i::num_files]
         )
+        packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(lines))
+        if path.exists() and path.read_bytes() == packed:
+            continue  # a prep made from this file stays valid
         part = path.with_name(path.name + ".part")
-        part.write_bytes(zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"".join(lines)))
+        part.write_bytes(packed)
         part.replace(path)
     return paths
 

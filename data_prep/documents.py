@@ -68,7 +68,7 @@ class RecordParser:
         first = block.first_line + lines_before
         if block.overlong:
             return Texts(bad=[Bad(first, "line_too_long", data)], read=1, num_bytes=len(data))
-        records = self._all_at_once(data)
+        records = self._all_at_once(block)
         if records is None:
             return self._line_by_line(data, first)
         out = Texts(read=len(records), num_bytes=len(data))
@@ -80,16 +80,15 @@ class RecordParser:
             return self._line_by_line(data, first)
         return out
 
-    def _all_at_once(self, data: bytes) -> list[Any] | None:
+    def _all_at_once(self, block: LineBlock) -> list[Any] | None:
         """Every record of the block, or ``None`` unless each line is exactly one good record."""
-        num_lines = data.count(b"\n") + (not data.endswith(b"\n"))
-        if not data.startswith(b"{") or data.count(b"\n{") != num_lines - 1:
+        if not block.every_line_starts_with(b"{"):
             return None
         try:
-            records: list[Any] = self._decoder.decode_lines(data)
+            records: list[Any] = self._decoder.decode_lines(block.data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-        return records if len(records) == num_lines else None
+        return records if len(records) == block.num_lines else None
 
     def _wanted(self, record: Any) -> bool:
         return self._sets.wants(record.meta.pile_set_name if record.meta else None)

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from data_prep.streams import ByteStream
 
 BLOCK_BYTES = 4 << 20
 LINE_LIMIT = 256 << 20
+_LINE_FEED = 10
 BOM = b"\xef\xbb\xbf"
 
 
@@ -27,6 +31,29 @@ class LineBlock:
     data: bytes
     first_line: int
     overlong: bool = False
+
+    @cached_property
+    def _newlines(self) -> NDArray[np.int64]:
+        """Positions of the line feeds."""
+        return np.flatnonzero(np.frombuffer(self.data, np.uint8) == _LINE_FEED)
+
+    @property
+    def num_line_ends(self) -> int:
+        """Line feeds in the block."""
+        return len(self._newlines)
+
+    @property
+    def num_lines(self) -> int:
+        """Lines in the block; the last one of a file may lack its line feed."""
+        return len(self._newlines) + (not self.data.endswith(b"\n"))
+
+    def every_line_starts_with(self, letter: bytes) -> bool:
+        """Whether the first byte of each line is ``letter``."""
+        starts = self._newlines + 1
+        if len(starts) and starts[-1] == len(self.data):
+            starts = starts[:-1]
+        first = np.frombuffer(self.data, np.uint8)
+        return self.data.startswith(letter) and bool((first[starts] == letter[0]).all())
 
 
 class LineStream:
@@ -111,7 +138,7 @@ class LineStream:
 
     def _block(self, data: bytes, overlong: bool = False) -> LineBlock:
         block = LineBlock(data[:4096] if overlong else data, self._line, overlong)
-        self._line += 1 if overlong else data.count(b"\n")
+        self._line += 1 if overlong else block.num_line_ends
         return block
 
     def _advance(self, size: int) -> bytes:

@@ -25,7 +25,7 @@ from data_prep.report import PrepReport, summarise
 from data_prep.shards import read_header
 from data_prep.tasks import TaskName, build_task
 from data_prep.tokenizer import Tokenizer, load_tokenizer
-from data_prep.worker import StoppedError, Worker
+from data_prep.worker import StoppedError, Worker, total_progress
 
 T = TypeVar("T")
 
@@ -78,7 +78,6 @@ def _prepare(config: RunConfig, ranks: Ranks, *, restart: bool, show: bool) -> P
         if begun.done is not None:
             return begun.done
         tokenizer = _together_quietly(ranks, lambda: _tokenizer(config, loaded))
-        steady = time.perf_counter()
         if begun.plan.prep.deduplicate:
             _pass(config, begun, "hash", tokenizer, ranks, show)
             _together(
@@ -86,10 +85,9 @@ def _prepare(config: RunConfig, ranks: Ranks, *, restart: bool, show: bool) -> P
                 lambda: find_duplicates(begun.journal, len(begun.plan.inputs)) if ranks.rank == 0 else 0,
             )
         _pass(config, begun, "encode", tokenizer, ranks, show)
-        seconds = time.perf_counter() - steady
 
         def conclude() -> PrepReport | None:
-            return _conclude(begun, tokenizer, ranks, started, seconds) if ranks.rank == 0 else None
+            return _conclude(begun, tokenizer, ranks, started) if ranks.rank == 0 else None
 
         report = _together(ranks, conclude)[0]
         if report is None:
@@ -179,9 +177,7 @@ def _work(config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer
         raise
 
 
-def _conclude(
-    begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float, steady_seconds: float
-) -> PrepReport:
+def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float) -> PrepReport:
     """Rank 0: join, check and commit."""
     plan, journal = begun.plan, begun.journal
     records, totals = collect(plan, journal)
@@ -194,6 +190,7 @@ def _conclude(
         raise
     for manifest in manifests:
         manifest.write(journal.data_dir / manifest.split)
+    work = total_progress(journal.attempt_dir / "progress", "encode")
     names = ("text", "bos", "eos", "padding", "tail", "stored")
     report = PrepReport(
         plan=plan.key,
@@ -209,7 +206,9 @@ def _conclude(
         splits=[summarise(manifest) for manifest in manifests],
         text_bytes=totals.text_bytes,
         seconds=time.perf_counter() - started,
-        steady_seconds=steady_seconds,
+        steady_seconds=max(0.0, work.ended - work.began),
+        steady_bytes=work.text_bytes,
+        peak_megabytes=work.peak_megabytes,
         workers=ranks.size if ranks.size > 1 else plan.prep.workers,
         encoder=tokenizer.encoder_name,
         tokenizer_fingerprint=tokenizer.fingerprint,

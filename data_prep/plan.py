@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from rich.console import Console
+from rich.table import Table
 
 from calm_scale.config import RunConfig
 from calm_scale.config.base import ConfigError
@@ -24,6 +26,7 @@ _MEGABYTE = 1_000_000
 _SMALLEST_SEGMENT = 8 * _MEGABYTE
 _TYPICAL_SEGMENTS = 64
 _BYTES_PER_TOKEN = 4.0
+_BYTES_PER_SECOND = 60e6
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,31 @@ class Plan:
     def disk_bytes(self) -> int:
         """Estimated bytes of shards."""
         return int(self.text_bytes / _BYTES_PER_TOKEN * np.dtype(self.dtype).itemsize * 1.05)
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the plan: inputs, disk and time (at 60 MB/s a worker)."""
+        console = console or Console(highlight=False)
+        table = Table(title="prep plan", title_justify="left")
+        for column in ("source", "inputs", "stored", "text (estimate)", "weight"):
+            table.add_column(column, justify="left" if column == "source" else "right")
+        for number, source in enumerate(self.prep.sources):
+            mine = [item for item in self.inputs if item.source == number]
+            size, text = sum(i.size for i in mine), sum(i.text_bytes for i in mine)
+            name = source.dataset or ", ".join(source.paths)
+            table.add_row(
+                name, f"{len(mine):,}", f"{size / 1e6:,.1f} MB", f"{text / 1e6:,.1f} MB", f"{source.weight:g}"
+            )
+        console.print(table)
+        minutes = self.text_bytes / (_BYTES_PER_SECOND * self.prep.workers) / 60
+        segments = sum(self.expected_segments(item) for item in self.inputs)
+        console.print(
+            f"splits: {', '.join(f'{s.name} {s.high - s.low:.4g}' for s in self.splits)} · packing: "
+            f"{self.prep.packing} · sequences of {self.prep.sequence_length:,} {self.dtype} ids, K-aligned to "
+            f"{self.prep.alignment}\n"
+            f"about {self.text_bytes / _BYTES_PER_TOKEN / 1e6:,.1f} M tokens, {self.disk_bytes / 1e9:,.3f} GB of "
+            f"shards in about {segments:,} segments of {self.segment_bytes / 1e6:,.1f} MB, "
+            f"{minutes:,.1f} minutes with {self.prep.workers} worker(s)"
+        )
 
     def expected_segments(self, item: Input) -> int:
         """Estimated segments of one input, at least 1."""

@@ -14,7 +14,17 @@ from data_prep.manifest import Manifest, write_atomically
 
 REPORT_NAME = "manifest.json"
 QUARANTINE_NAME = "quarantine.jsonl"
-_OF_THIS_RUN = {"data_dir", "quarantine", "seconds", "steady_seconds", "workers", "encoder", "already_done"}
+_OF_THIS_RUN = {
+    "data_dir",
+    "quarantine",
+    "seconds",
+    "steady_seconds",
+    "steady_bytes",
+    "peak_megabytes",
+    "workers",
+    "encoder",
+    "already_done",
+}
 
 
 class SplitSummary(BaseModel):
@@ -49,6 +59,9 @@ class PrepReport(BaseModel):
     quarantine: Path | None = None
     seconds: float = 0.0
     steady_seconds: float = 0.0
+    """From the first block to the last, without start-up; ``steady_bytes`` of text were read in it."""
+    steady_bytes: int = 0
+    peak_megabytes: float = 0.0
     workers: int = 1
     encoder: str = ""
     already_done: bool = False
@@ -74,7 +87,7 @@ class PrepReport(BaseModel):
     def show(self, console: Console | None = None) -> None:
         """Print the summary table."""
         console = console or Console(highlight=False)
-        rate = self.text_bytes / self.steady_seconds / 1e6 if self.steady_seconds else 0.0
+        rate = self.steady_bytes / self.steady_seconds / 1e6 if self.steady_seconds else 0.0
         table = Table(title=f"prep · {self.data_dir}", title_justify="left")
         for column in ("split", "documents", "sequences", "tokens", "padding", "tail"):
             table.add_column(column, justify="left" if column == "split" else "right")
@@ -93,7 +106,7 @@ class PrepReport(BaseModel):
         else:
             console.print(
                 f"{self.text_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s ({rate:,.1f} MB/s once started, "
-                f"workers: {self.workers}, encoder: {self.encoder})"
+                f"workers: {self.workers}, {self.peak_megabytes:,.0f} MB each at most, encoder: {self.encoder})"
             )
         for kind, count in rejected.items():
             console.print(f"  quarantined · {kind}: {count:,}")

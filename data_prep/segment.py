@@ -6,12 +6,14 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from data_prep.ahead import Ahead
 from data_prep.documents import Bad, Texts
 from data_prep.journal import Journal
 from data_prep.manifest import ShardEntry
@@ -65,10 +67,10 @@ class SplitSink:
         self._histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=64)
         self._writer.append(self._packer.add(ids, offsets))
 
-    def close(self) -> SplitOutput:
-        """Commit the shard and the tail."""
+    def seal(self) -> SplitOutput:
+        """Finish the shard's contents; ``commit`` makes it and the tail durable."""
         self._writer.append(self._packer.finish())
-        header, tail = self._writer.close()
+        header, self._left = self._writer.seal()
         if header is not None:
             self._out.shards.append(
                 ShardEntry(
@@ -80,15 +82,27 @@ class SplitSink:
                     origin=self._origin,
                 )
             )
-        write_synced(self._tail, tail.astype(self._dtype).tobytes())
-        self._out.tail_tokens = len(tail)
+        self._out.tail_tokens = len(self._left)
         self._out.padding = self._packer.padding
         self._out.length_histogram = np.trim_zeros(self._histogram, "b").tolist()
         return self._out
 
+    def commit(self) -> None:
+        """Give the shard its name and write the tail."""
+        self._writer.commit()
+        write_synced(self._tail, self._left.astype(self._dtype).tobytes())
+
     def discard(self) -> None:
         """Leave nothing behind."""
         self._writer.discard()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment whose shards are written but not yet durable."""
+
+    record: SegmentRecord
+    commit: Callable[[], None]
 
 
 def run_segment(
@@ -101,11 +115,11 @@ def run_segment(
     *,
     duplicates: Collection[int] = (),
     on_block: Callable[[Texts, int], None] = lambda texts, tokens: None,
-) -> SegmentRecord | None:
-    """Carry out one segment and commit it; ``None`` when the input ended before it.
+) -> Segment | None:
+    """Carry out one segment, up to its commit; ``None`` when the input ended before it.
 
     ``duplicates`` are the ordinals of this segment's good documents to leave out. ``on_block`` is told of each
-    block and its number of tokens, and may raise to stop.
+    block and its number of tokens, and may raise to stop. The next block is read while one is encoded.
     """
     sinks = [SplitSink(plan, split, journal, item, segment) for split in plan.splits]
     record = SegmentRecord(item=item, segment=segment, last=False)
@@ -114,29 +128,25 @@ def run_segment(
     notes: Counter[str] = Counter()
     ordinal = 0
     try:
-        for block in reader.texts(segment):
-            texts = block.texts
-            if duplicates:
-                texts = [t for i, t in enumerate(texts, ordinal) if i not in duplicates]
-                record.duplicates += len(block.texts) - len(texts)
-            ordinal += len(block.texts)
-            tokens = 0
-            for sink, chosen in zip(sinks, _divide(texts, plan.splits), strict=True):
-                if chosen:
-                    ids, offsets = tokenizer.encode_documents(chosen)
-                    sink.add(ids, offsets)
-                    tokens += len(ids)
-            record.read += block.read
-            record.filtered += block.filtered
-            record.text_bytes += block.num_bytes
-            quarantined.update(bad.kind for bad in block.bad)
-            notes.update(block.notes)
-            rejected += [Bad(b.line, b.kind, b.raw[:_KEPT_BYTES]) for b in block.bad]
-            on_block(block, tokens)
+        with Ahead(reader.texts(segment)) as blocks:
+            for block in blocks:
+                texts = block.texts
+                if duplicates:
+                    texts = [t for i, t in enumerate(texts, ordinal) if i not in duplicates]
+                    record.duplicates += len(block.texts) - len(texts)
+                ordinal += len(block.texts)
+                tokens = _store(texts, sinks, tokenizer)
+                record.read += block.read
+                record.filtered += block.filtered
+                record.text_bytes += block.num_bytes
+                quarantined.update(bad.kind for bad in block.bad)
+                notes.update(block.notes)
+                rejected += [Bad(b.line, b.kind, b.raw[:_KEPT_BYTES]) for b in block.bad]
+                on_block(block, tokens)
         if segment and not record.read:
             _discard(sinks)
             return None
-        record.splits = {sink.split.name: sink.close() for sink in sinks}
+        record.splits = {sink.split.name: sink.seal() for sink in sinks}
     except BaseException:
         _discard(sinks)
         raise
@@ -144,14 +154,32 @@ def run_segment(
     if record.last:
         notes.update(reader.notes)
     record.quarantined, record.notes = dict(quarantined), dict(notes)
-    _write_rejected(
-        journal.record_path(item, segment).with_suffix(".rejected"), plan.inputs[item].name, rejected
-    )
-    journal.write_record(record)
-    return record
+
+    def commit() -> None:
+        try:
+            for sink in sinks:
+                sink.commit()
+            _write_rejected(journal.record_path(item, segment), plan.inputs[item].name, rejected)
+            journal.write_record(record)
+        except BaseException:
+            _discard(sinks)
+            raise
+
+    return Segment(record, commit)
 
 
-def _divide(texts: list[str], splits: tuple[Split, ...]) -> list[list[str]]:
+def _store(texts: list[str], sinks: list[SplitSink], tokenizer: Tokenizer) -> int:
+    """Encode each split's documents and store them; the number of ids."""
+    tokens = 0
+    for sink, chosen in zip(sinks, _divide(texts, [sink.split for sink in sinks]), strict=True):
+        if chosen:
+            ids, offsets = tokenizer.encode_documents(chosen)
+            sink.add(ids, offsets)
+            tokens += len(ids)
+    return tokens
+
+
+def _divide(texts: list[str], splits: list[Split]) -> list[list[str]]:
     """The documents of each split, in order."""
     if len(splits) == 1:
         return [texts]
@@ -167,7 +195,7 @@ def _discard(sinks: list[SplitSink]) -> None:
         sink.discard()
 
 
-def _write_rejected(path: Path, name: str, rejected: list[Bad]) -> None:
+def _write_rejected(record: Path, name: str, rejected: list[Bad]) -> None:
     """Rejected records as JSON lines: file, true line, kind, and the raw bytes (surrogate-escaped)."""
     lines = [
         json.dumps(
@@ -176,7 +204,7 @@ def _write_rejected(path: Path, name: str, rejected: list[Bad]) -> None:
         for b in rejected
     ]
     if lines:
-        write_synced(path, ("\n".join(lines) + "\n").encode())
+        write_synced(record.with_suffix(".rejected"), ("\n".join(lines) + "\n").encode())
 
 
 def write_synced(path: Path, data: bytes) -> None:

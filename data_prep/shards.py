@@ -204,8 +204,8 @@ class ShardWriter:
                 written += self._file.write(view[written:])
             self._num_sequences += len(ids) // self._length
 
-    def close(self) -> tuple[ShardHeader | None, NDArray[np.unsignedinteger]]:
-        """Finish the file and give it its final name.
+    def seal(self) -> tuple[ShardHeader | None, NDArray[np.unsignedinteger]]:
+        """Write the header; ``commit`` then makes the file durable and gives it its name.
 
         Returns:
             The header (``None``, and no file, when there was not one whole sequence) and the tail ``[t]``,
@@ -224,10 +224,21 @@ class ShardWriter:
         )
         self._file.seek(0)
         self._file.write(header.pack())
+        return header, self._carry
+
+    def commit(self) -> None:
+        """fsync and rename; nothing to do for a writer that stored no sequence."""
+        if self._file.closed:
+            return
         os.fsync(self._file.fileno())
         self._file.close()
         self._part.replace(self.path)
-        return header, self._carry
+
+    def close(self) -> tuple[ShardHeader | None, NDArray[np.unsignedinteger]]:
+        """``seal`` and ``commit``."""
+        sealed = self.seal()
+        self.commit()
+        return sealed
 
     def discard(self) -> None:
         """Drop the unfinished file."""

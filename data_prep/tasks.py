@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
@@ -24,12 +25,14 @@ _SAMPLE_CHARACTERS = 4096
 
 
 class EncodeTask:
-    """Text → shards."""
+    """Text → shards. A finished segment is made durable in a thread while the next one is encoded."""
 
     name = "encode"
 
     def __init__(self, plan: Plan, journal: Journal, tokenizer: Tokenizer) -> None:
         self._plan, self._journal, self._tokenizer = plan, journal, tokenizer
+        self._committer = ThreadPoolExecutor(1)
+        self._committing: Future[None] | None = None
 
     def finished(self, item: int, segment: int) -> Outcome | None:
         """See ``Task``."""
@@ -47,7 +50,7 @@ class EncodeTask:
 
         drop = DropList(self._journal, item, segment).read() if self._plan.prep.deduplicate else ()
         try:
-            record = run_segment(
+            done = run_segment(
                 self._plan,
                 self._journal,
                 self._tokenizer,
@@ -60,9 +63,21 @@ class EncodeTask:
         except SourceError as error:
             if self._plan.prep.on_corrupt_file != "quarantine":
                 raise
-            record = SegmentRecord(item=item, segment=segment, last=True, corrupt=str(error))
-            self._journal.write_record(record)
-        return None if record is None else Outcome(record.last)
+            self._journal.write_record(
+                SegmentRecord(item=item, segment=segment, last=True, corrupt=str(error))
+            )
+            return Outcome(last=True)
+        self.settle()
+        if done is None:
+            return None
+        self._committing = self._committer.submit(done.commit)
+        return Outcome(done.record.last)
+
+    def settle(self) -> None:
+        """See ``Task``."""
+        if self._committing is not None:
+            committing, self._committing = self._committing, None
+            committing.result()
 
     def _check_sample(self, texts: Texts) -> None:
         """One short document of each block is encoded by the reference too."""
@@ -73,6 +88,9 @@ class EncodeTask:
 
 class HashTask:
     """Documents → 128-bit hashes of their content."""
+
+    def settle(self) -> None:
+        """Nothing is under way: ``carry_out`` commits."""
 
     name = "hash"
 

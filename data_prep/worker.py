@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -44,7 +45,11 @@ class Task(Protocol):
     def carry_out(
         self, reader: Reader, item: int, segment: int, on_block: Callable[[Texts, int], None]
     ) -> Outcome | None:
-        """Do the segment and commit it; ``None`` when the input ended before it."""
+        """Do the segment; ``None`` when the input ended before it. It is committed by the next ``settle``."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until everything carried out is durable; raise what went wrong with it."""
         ...
 
 
@@ -57,6 +62,9 @@ class Progress:
     harmless: int = 0
     text_bytes: int = 0
     tokens: int = 0
+    began: float = field(default_factory=time.time)
+    ended: float = 0.0
+    peak_megabytes: float = 0.0
 
 
 class Worker:
@@ -78,11 +86,14 @@ class Worker:
         Raises:
             CalmScaleError: what stopped it.
         """
-        for item in self._files_to_start():
-            self._read_from(item, owner=True)
-        num_inputs = len(self._plan.inputs)
-        for i in range(num_inputs):
-            self._read_from((i + self._number) % num_inputs, owner=False)
+        try:
+            for item in self._files_to_start():
+                self._read_from(item, owner=True)
+            num_inputs = len(self._plan.inputs)
+            for i in range(num_inputs):
+                self._read_from((i + self._number) % num_inputs, owner=False)
+        finally:
+            self._task.settle()
         self._tell(force=True)
 
     def _files_to_start(self) -> Iterator[int]:
@@ -142,6 +153,8 @@ class Worker:
         if not force and now - self._told < _PROGRESS_SECONDS:
             return
         self._told = now
+        self.progress.ended = time.time()
+        self.progress.peak_megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         part = self._progress_file.with_suffix(".part")
         with suppress(OSError):  # progress is for the eye; the records are the truth
             part.write_text(json.dumps(asdict(self.progress)), encoding="utf-8")
@@ -153,13 +166,21 @@ class Worker:
 
 
 def total_progress(folder: Path, task: str) -> Progress:
-    """The sum over the workers of an attempt."""
+    """The sum over the workers of an attempt; the first to begin, the last to end, the largest in memory."""
     total = Progress()
     for path in folder.glob(f"{task}-*.json"):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            one = Progress(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
             continue
-        for name, value in values.items():
-            setattr(total, name, getattr(total, name) + value)
+        total = Progress(
+            documents=total.documents + one.documents,
+            quarantined=total.quarantined + one.quarantined,
+            harmless=total.harmless + one.harmless,
+            text_bytes=total.text_bytes + one.text_bytes,
+            tokens=total.tokens + one.tokens,
+            began=min(total.began, one.began),
+            ended=max(total.ended, one.ended),
+            peak_megabytes=max(total.peak_megabytes, one.peak_megabytes),
+        )
     return total

@@ -126,19 +126,19 @@ def _wait_until_unlocked(data_dir: Path) -> None:
 
 
 def interrupt(config: RunConfig, monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
-    """Run until the ``after``-th shard is to be closed, then fail with ``error``."""
-    closed = 0
-    close = ShardWriter.close
+    """Run until the ``after``-th shard is to be committed, then fail with ``error``."""
+    committed = 0
+    commit = ShardWriter.commit
 
     def failing(writer: ShardWriter):
-        nonlocal closed
-        closed += 1
-        if closed > after:
+        nonlocal committed
+        committed += 1
+        if committed > after:
             raise error
-        return close(writer)
+        return commit(writer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "close", failing)
+        patch.setattr(ShardWriter, "commit", failing)
         with pytest.raises(PrepError if isinstance(error, OSError) else type(error)) as caught:
             prepare(config, show=False)
     if isinstance(error, OSError):
