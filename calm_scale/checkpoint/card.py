@@ -90,7 +90,11 @@ class Identity(Section):
 
 
 class Card(Identity):
-    """One checkpoint's ``card.json``."""
+    """One checkpoint's ``card.json``.
+
+    ``metrics`` holds the finite numbers of the step. ``pending_row`` is the step's row when a stop signal ended its
+    evaluation: the resumed run evaluates first and completes the row.
+    """
 
     format_version: int = FORMAT_VERSION
     created: float
@@ -99,7 +103,7 @@ class Card(Identity):
     schedule: dict[str, Any] = Field(default_factory=dict)
     rng: dict[str, Any] = Field(default_factory=dict)
     metrics: dict[str, float] = Field(default_factory=dict)
-    evaluation_pending: bool = False
+    pending_row: dict[str, Any] | None = None
 
     @property
     def step(self) -> int:

@@ -33,10 +33,8 @@ class MetricsRecord:
         self._write({"resume": step, "attempt": self.attempt, "time": time.time()})
 
     def row(self, row: Row) -> None:
-        """``row`` has ``step``; numbers that are not finite become null and are named in ``nonfinite``."""
-        bad = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
-        clean = {key: None if key in bad else value for key, value in row.items()}
-        self._write(clean | {"attempt": self.attempt} | ({"nonfinite": bad} if bad else {}))
+        """One step's numbers; ``row`` has ``step``."""
+        self._write(storable(row) | {"attempt": self.attempt})
 
     def sync(self) -> None:
         """Makes the rows durable: called before a checkpoint that relies on them is committed."""
@@ -50,6 +48,12 @@ class MetricsRecord:
     def _write(self, value: Row) -> None:
         self._file.write(json.dumps(value, allow_nan=False) + "\n")
         self._file.flush()
+
+
+def storable(row: Row) -> Row:
+    """The row as JSON can hold it: numbers that are not finite are null, and named in ``nonfinite``."""
+    bad = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+    return {k: None if k in bad else v for k, v in row.items()} | ({"nonfinite": bad} if bad else {})
 
 
 def read_metrics(path: Path) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from calm_scale.checkpoint.errors import DiskFullError
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
 from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.metrics import storable
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.watchdog import Watchdog
@@ -121,7 +123,7 @@ class _Loop:
         self.ledger, self.watchdog, self.stop = ledger, watchdog, stop
         self.counters = Counters()
         self.guard = NonFiniteGuard(config)
-        self.evaluation_pending = False
+        self.pending_row: dict[str, Any] | None = None
         self.row: dict[str, Any] = {}
         self.resumed_at: int | None = None
         self.stop_after: int | None = None
@@ -147,11 +149,11 @@ class _Loop:
         self.telemetry.begin(self.counters.steps, self.config.steps)
         if found is not None:
             self.resumed_at = found.step
-            self.evaluation_pending = found.card.evaluation_pending
+            self.pending_row = found.card.pending_row
 
     def _train(self, batches: Iterator[Batch]) -> Outcome:
-        if self.evaluation_pending:
-            self._evaluate({"step": self.counters.steps} | dict(self.row))
+        if self.pending_row is not None:
+            self._evaluate(self.pending_row)
         while self.counters.steps < self.config.steps:
             if self._asked_to_stop():
                 return self._end("signal", EXIT_REQUEUE)
@@ -163,6 +165,8 @@ class _Loop:
             if self.counters.steps % self.config.checkpoint.interval == 0:
                 self._save(background=self.config.checkpoint.async_save)
             self.ledger.progress()
+        if self.pending_row is not None:
+            return self._end("signal", EXIT_REQUEUE)
         return self._end("finished", EXIT_OK)
 
     def _step(self, batch: Batch) -> None:
@@ -219,7 +223,7 @@ class _Loop:
             with self.watchdog.doing(f"evaluation at step {row['step']}"), self.ledger.timing("eval"):
                 source = _Interruptible(evaluation.iterate(row["step"]), self)
                 scores = self.engine.evaluate(source)
-            self.evaluation_pending = source.interrupted
+            self.pending_row = row if source.interrupted else None
             if not source.interrupted:
                 row = row | {f"eval/{name}": value for name, value in scores.items()}
                 self.ledger.eval_tokens += evaluation.num_batches * self.data.train.tokens_per_batch
@@ -268,7 +272,7 @@ class _Loop:
     def _card(self) -> Card:
         optimizer = self.config.optimizer
         lr = learning_rate(optimizer, self.counters.steps, self.config.steps) if self.counters.steps else 0.0
-        numbers = {k: v for k, v in self.row.items() if isinstance(v, float) and v - v == 0}
+        numbers = {k: v for k, v in self.row.items() if isinstance(v, float) and math.isfinite(v)}
         return Card.of(
             self.identity,
             created=time.time(),
@@ -279,7 +283,7 @@ class _Loop:
                 "seed": self.identity.config.get("seed"),
             },
             metrics=numbers,
-            evaluation_pending=self.evaluation_pending,
+            pending_row=None if self.pending_row is None else storable(self.pending_row),
         )
 
     def _out_of_data(self) -> Outcome:

@@ -54,7 +54,12 @@ class Ranks:
 
     def wait(self, timeout: float = 60) -> list[int]:
         deadline = time.monotonic() + timeout
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+        try:
+            return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            self.send(signal.SIGABRT)  # faulthandler prints where each thread hangs
+            time.sleep(1)
+            pytest.fail(f"still running after {timeout} s\n{self.text()}")
 
     def text(self) -> str:
         return "\n".join(log.read_text() for log in self.logs)
@@ -88,7 +93,12 @@ class Launcher:
         processes, logs = [], []
         for rank in range(ranks):
             env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_", "PMI"))}
-            env |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env |= {
+                "OMP_NUM_THREADS": "1",
+                "PYTHONFAULTHANDLER": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             env |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
             env |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
             log = self.folder / f"log-{len(self.started)}-{rank}.txt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from types import ModuleType
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_workers_change_nothing(workers: int, tiny: ModuleType) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_end_of_data_stops_before_a_partial_batch(workers: int, tiny: ModuleType) -> None:
     ids = [batch.sample_ids.flatten().tolist() for batch in stream(tiny, workers, "stop").iterate(1, 0)]
-    assert sum(ids, []) == list(range(48))
+    assert list(chain.from_iterable(ids)) == list(range(48))
 
 
 @pytest.mark.parametrize("consumed", [0, 37, 38, 49, 50])

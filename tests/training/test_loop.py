@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,7 +79,7 @@ def test_sample_ids_after_resumes_inside_and_at_the_end_of_an_epoch(
     options = {"sequences": 48, "training": {"steps": 10}}
     for stop in (1, 2, 3, 4, None):  # 4 steps of 12 are the whole epoch
         tiny.run(tmp_path, options | {"stop_after": stop}, solo, seen=seen)
-    assert sum(seen, []) == list(range(120))
+    assert list(chain.from_iterable(seen)) == list(range(120))
 
 
 def test_a_second_start_after_the_end_does_nothing(unbroken: Path, tiny: ModuleType, solo: World) -> None:
@@ -113,7 +114,7 @@ def test_a_skipped_step_advances_data_and_rate_but_not_the_parameters(
     seen: list[list[int]] = []
     options = {"engine": {"bad_steps": [5]}, "training": {"checkpoint": {"interval": 1, "keep_last": 99}}}
     tiny.run(tmp_path, options, solo, seen=seen)
-    assert sum(seen, []) == list(range(144))
+    assert list(chain.from_iterable(seen)) == list(range(144))
     rows = record(tmp_path)
     assert [row["step"] for row in rows if row["skipped"]] == [5]
     assert rows[4]["grad_norm"] is None and rows[4]["nonfinite"] == ["grad_norm"]
@@ -125,7 +126,7 @@ def test_a_skipped_step_advances_data_and_rate_but_not_the_parameters(
 
 def test_too_many_in_a_row_stop_and_are_not_saved(tiny: ModuleType, tmp_path: Path, solo: World) -> None:
     options = {"engine": {"bad_steps": [5, 6, 7]}, "training": {"max_nonfinite_steps": 3}}
-    with pytest.raises(NonFiniteError, match="step 7: .* 3 steps in a row"):
+    with pytest.raises(NonFiniteError, match=r"step 7: .* 3 steps in a row"):
         tiny.run(tmp_path, options, solo)
     assert steps(tmp_path) == [4]
     assert [row["step"] for row in record(tmp_path)] == list(range(1, 8))

@@ -1,0 +1,73 @@
+"""SIGKILL at random moments, a third of them during saves: the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calm_scale.accounting import ledger
+from calm_scale.checkpoint.inventory import inventory
+from calm_scale.runtime.metrics import read_metrics
+
+TIMES = {"seconds", "tokens_per_s", "time", "attempt"}
+OPTIONS = {
+    "training": {"steps": 60, "checkpoint": {"interval": 5, "keep_last": 2}, "eval_interval": 7},
+    "engine": {"slow_step": 0.02, "slow_save": 0.2},
+}
+
+
+def record(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(run / "metrics.jsonl")]
+
+
+def shards(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "checkpoints/step_00000060/shards").iterdir()}
+
+
+def saving(run: Path) -> bool:
+    return any((run / "checkpoints").glob("*.tmp/shards/*"))
+
+
+def steps_done(run: Path) -> int:
+    rows = read_metrics(run / "metrics.jsonl")
+    return rows[-1]["step"] if rows else 0
+
+
+def committed(run: Path) -> int:
+    return max((e.step for e in inventory(run) if e.state == "complete"), default=0)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("background", [False, True])
+def test_killed_again_and_again(background: bool, launch: Any, tmp_path: Path) -> None:
+    chance = random.Random(background)
+    options = OPTIONS | {
+        "training": OPTIONS["training"]
+        | {"checkpoint": {"interval": 5, "keep_last": 2, "async_save": background}}
+    }
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert launch(whole, **options).wait() == [0, 0]
+    for kill in range(3):
+        ranks = launch(run, **options)
+        before = committed(run)
+        if kill == 1:
+            ranks.until(lambda before=before: saving(run) and committed(run) >= before + 5)
+        else:
+            ranks.until(lambda before=before: steps_done(run) >= before + 6)
+        time.sleep(chance.random() * 0.15)
+        ranks.send(signal.SIGKILL, [chance.randrange(2)] if kill == 2 else None)
+        ranks.wait()
+        assert all(process.returncode != 0 for process in ranks.processes)
+    assert launch(run, **options).wait() == [0, 0]
+    assert record(run) == record(whole)
+    assert shards(run) == shards(whole)
+    starts = [e for e in ledger.read(run / "ledger.jsonl") if e.kind == "start"]
+    interval = 5 if not background else 10  # a background save is not committed yet when the next one is due
+    assert len(starts) == 4
+    assert all(e.highest_step - e.first_step <= interval for e in starts[1:])
+    assert not list((run / "checkpoints").glob("*.tmp"))
