@@ -1,0 +1,131 @@
+"""The plan: legal layouts, honest limits, quick; what it chooses really constructs, up to 1024 ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from calm_scale.accounting import memory, plan
+from calm_scale.accounting.hardware import UnknownDeviceError
+from calm_scale.accounting.presets import paper_model
+from calm_scale.accounting.report.plain import to_json, to_markdown
+from calm_scale.accounting.report.plan_sections import plan_document
+from calm_scale.accounting.sharding import stage_parameters
+from calm_scale.config import ConfigError, RunConfig, load, to_yaml
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BUILDER = Path(__file__).with_name("build_fake_ranks.py")
+
+
+def test_ranked_layouts_are_legal_and_sorted() -> None:
+    ranked = plan.rank(paper_model("CALM-XL"), 8, "h100")
+    fitting = [layout.time.total for layout in ranked if layout.fits]
+    assert fitting == sorted(fitting)
+    assert all(not later.fits for later in ranked[len(fitting) :])
+    for layout in ranked:
+        parallel = layout.config.lm.parallel  # type: ignore[union-attr]
+        assert parallel.tensor * parallel.pipeline * layout.data_parallel == 64
+        assert sum(layout.layers) == 16
+        # What the plan builds without validation is a configuration that validates.
+        RunConfig.model_validate(layout.config.model_dump())
+
+
+def test_choice_can_be_selected_by_its_overrides() -> None:
+    best = plan.rank(load(CONFIGS / "lm" / "calm-l.yaml"), 2, "h200")[0]
+    chosen = load(CONFIGS / "lm" / "calm-l.yaml", best.overrides)
+    assert chosen.lm is not None and best.config.lm is not None
+    assert chosen.lm.parallel == best.config.lm.parallel
+    assert chosen.lm.training.micro_batch == best.config.lm.training.micro_batch
+
+
+@pytest.mark.parametrize("nodes", [1, 64])
+@pytest.mark.parametrize("gpu", ["h100", "a100", "h200", "b200", "mi300x"])
+def test_every_gpu_and_size_in_under_five_seconds(gpu: str, nodes: int) -> None:
+    config = load(CONFIGS / "lm" / "calm-7b.yaml")
+    start = time.process_time()
+    ranked = plan.rank(config, nodes, gpu)
+    assert time.process_time() - start < 5
+    assert ranked[0].fits
+    assert 0 < ranked[0].mfu < 1
+
+
+def test_more_nodes_take_less_time() -> None:
+    days = [plan.rank(paper_model("CALM-XL"), nodes, "h100")[0].days for nodes in (1, 4, 16)]
+    assert days == sorted(days, reverse=True)
+
+
+def test_what_does_not_fit_is_said_not_to_fit() -> None:
+    config = load(CONFIGS / "lm" / "calm-7b.yaml")
+    ranked = plan.rank(config, 1, "a100-40gb", gpus_per_node=1)
+    assert not any(layout.fits for layout in ranked)
+    assert "NO LAYOUT FITS" in to_markdown(plan_document(config, 1, "a100-40gb", gpus_per_node=1))
+
+
+def test_recompute_only_where_needed() -> None:
+    for layout in plan.rank(load(CONFIGS / "lm" / "calm-7b.yaml"), 2, "h100"):
+        assert layout.config.lm is not None
+        if layout.config.lm.parallel.recompute == "full":
+            parallel = layout.config.lm.parallel.model_copy(update={"recompute": "none"})
+            lm = layout.config.lm.model_copy(update={"parallel": parallel})
+            without = layout.config.model_copy(update={"lm": lm})
+            stages = memory.language_model(without, layout.data_parallel)
+            assert memory.fullest(stages).total > layout.limit
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(UnknownDeviceError, match="mi300x"):
+        plan.rank(paper_model("CALM-M"), 1, "v100")
+    with pytest.raises(ConfigError, match="global_batch"):
+        plan.rank(paper_model("CALM-M"), 7, "h100", gpus_per_node=7)
+
+
+def test_document_has_choice_ranking_and_assumptions() -> None:
+    document = plan_document(paper_model("CALM-XL"), 8, "h100")
+    found = json.loads(to_json(document))["sections"]
+    assert set(found) == {"choice", "layouts", "assumptions"}
+    assert found["layouts"]["tables"]["layouts"]["rows"][0]["fits"] == "yes"
+
+
+def narrow(layout: plan.Layout, name: str) -> RunConfig:
+    """The chosen layout, stage for stage, at widths that build in a moment."""
+    document = layout.config.model_dump()
+    heads = document["lm"]["backbone"]["num_heads"]
+    document["lm"]["backbone"] |= {"hidden_size": 4 * heads, "ffn_size": 16 * heads}
+    document["lm"]["parallel"]["pipeline_layout"] = layout.layers
+    return RunConfig.model_validate(document | {"name": name, "vocab_size": 1003})
+
+
+def test_chosen_layouts_construct_up_to_1024_ranks(tmp_path: Path) -> None:
+    cases = {"xl_64": ("calm-xl", 8, 1), "xl_512": ("calm-xl", 64, 1), "seven_1024": ("calm-7b", 128, 4)}
+    configs: dict[str, RunConfig] = {}
+    arguments: list[str] = []
+    for name, (preset, nodes, min_pipeline) in cases.items():
+        run = load(CONFIGS / "lm" / f"{preset}.yaml")
+        layouts = plan.rank(run, nodes, "h100")
+        chosen = next(x for x in layouts if x.config.lm and x.config.lm.parallel.pipeline >= min_pipeline)
+        configs[name] = narrow(chosen, name)
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(to_yaml(configs[name]), encoding="utf-8")
+        arguments += [str(path), str(nodes * 8)]
+    done = subprocess.run(
+        [sys.executable, str(BUILDER), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("built ")]
+    assert [record["name"] for record in built] == list(configs)
+    for record in built:
+        expected = stage_parameters(configs[record["name"]])
+        assert len(record["stages"]) == len(expected)
+        for stage, (rank, count) in record["stages"].items():
+            assert count == expected[int(stage)].trained, (record["name"], rank)
