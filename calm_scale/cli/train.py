@@ -41,10 +41,11 @@ def train_ae(
 ) -> None:
     """Train the patch autoencoder under DeepSpeed ZeRO, then export it."""
     from calm_scale.stages import launch
+    from calm_scale.stages.dry_run import dry_run as print_dry_run
 
     resolved = load(config, set_ or ())
     if dry_run:
-        raise typer.Exit(launch.dry_run(resolved, "autoencoder"))
+        raise typer.Exit(print_dry_run(resolved, "autoencoder", nproc))
     ranks = nproc or launch.default_ranks(resolved, "autoencoder")
     code = launch.spawn_if_needed(ranks)
     if code is None:
@@ -63,10 +64,11 @@ def train_lm(
 ) -> None:
     """Train the language model (CALM or the autoregressive baseline) on Megatron-core."""
     from calm_scale.stages import launch
+    from calm_scale.stages.dry_run import dry_run as print_dry_run
 
     resolved = load(config, set_ or ())
     if dry_run:
-        raise typer.Exit(launch.dry_run(resolved, "lm"))
+        raise typer.Exit(print_dry_run(resolved, "lm", nproc))
     ranks = nproc or launch.default_ranks(resolved, "lm")
     code = launch.spawn_if_needed(ranks)
     if code is None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from calm_scale.config.base import Section
+from calm_scale.config.base import ConfigError, Section
 
 _OWNED_BY_TRAINING = {
     "train_batch_size": "training.global_batch",
@@ -84,11 +84,11 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline
 
     def data_parallel(self, world_size: int) -> int:
-        """Data-parallel size in a world; raises ValueError when the layout does not fill the world."""
+        """Data-parallel size in a world; raises ConfigError when the layout does not fill the world."""
         data, rest = divmod(world_size, self.model_parallel)
         if rest or data == 0 or (self.data is not None and self.data != data):
             want = self.data or "any"
-            raise ValueError(
+            raise ConfigError(
                 f"{world_size} ranks do not make tensor {self.tensor} × pipeline {self.pipeline} × data {want}"
             )
         return data

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from calm_scale.config.base import Section
+from calm_scale.config.base import ConfigError, Section
 from calm_scale.config.checkpoint import CheckpointConfig
 from calm_scale.config.optimizer import OptimizerConfig
 
@@ -43,12 +43,12 @@ class TrainingConfig(Section):
         """Micro-batches per rank and step: global_batch / (micro_batch · DP).
 
         Raises:
-            ValueError: the three do not divide; names the nearest global batches that do.
+            ConfigError: the three do not divide; names the nearest global batches that do.
         """
         per_pass = self.micro_batch * data_parallel
         if self.global_batch % per_pass:
             low = self.global_batch // per_pass * per_pass
-            raise ValueError(
+            raise ConfigError(
                 f"global_batch {self.global_batch} ≠ micro_batch {self.micro_batch} × data-parallel "
                 f"{data_parallel} × accumulation; the nearest that fit are "
                 + (f"{low} and {low + per_pass}" if low else f"{per_pass}")

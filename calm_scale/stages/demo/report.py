@@ -112,7 +112,12 @@ def _page(
 
 
 def _curves(results: Results) -> list[Curve]:
-    mark = [(results.resumed_at, f"step {results.resumed_at}: stopped as {results.layouts[0]},\nresumed as {results.layouts[-1]}")]
+    mark = [
+        (
+            results.resumed_at,
+            f"step {results.resumed_at}: stopped as {results.layouts[0]},\nresumed as {results.layouts[-1]}",
+        )
+    ]
     return [
         draw(
             results.lm_rows,

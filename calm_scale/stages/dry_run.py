@@ -1,0 +1,73 @@
+"""`train-ae --dry-run` and `train-lm --dry-run`: what would run, how much of it, and does it fit. No torch."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from calm_scale.accounting import memory
+from calm_scale.accounting.costs import run_totals
+from calm_scale.accounting.layout import balance
+from calm_scale.accounting.report.document import bytes_text, flops_text
+from calm_scale.config import RunConfig
+from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.training import TrainingConfig
+from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, lm_section
+from calm_scale.stages.splits import open_split
+from data_prep.manifest import MANIFEST_NAME
+
+
+def dry_run(config: RunConfig, stage: Stage, num_ranks: int | None = None) -> int:
+    """Check the configuration (and the data where it is prepared) and print the plan of one stage."""
+    ranks = num_ranks or default_ranks(config, stage)
+    rows = _autoencoder(config, ranks) if stage == "autoencoder" else _language_model(config, ranks)
+    table = Table(title=f"{stage} of run {config.name}: dry run", title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+    return EXIT_OK
+
+
+def _autoencoder(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
+    stage = autoencoder_section(config)
+    need = memory.autoencoder(config, ranks)
+    return [
+        ("layout", f"{ranks} ranks, ZeRO stage {stage.zero.stage}"),
+        *_work(config, stage.training, stage.patches * config.patch_size, ranks, stage.split),
+        ("memory per rank", bytes_text(need.total)),
+    ]
+
+
+def _language_model(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
+    stage = lm_section(config)
+    parallel = stage.parallel
+    data = parallel.data_parallel(ranks)
+    micro_batches = stage.training.accumulation(data)
+    stages = memory.language_model(config, data)
+    fullest = memory.fullest(stages)
+    return [
+        ("layout", f"{ranks} ranks: tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {data}"),
+        ("layers by stage", " + ".join(str(layers) for layers in balance(config))),
+        ("micro-batches a step", str(micro_batches)),
+        *_work(config, stage.training, stage.backbone.positions * config.patch_size, data, "train"),
+        ("training FLOPs", flops_text(run_totals(config).lm)),
+        ("memory, fullest rank", f"{bytes_text(fullest.total)} (pipeline stage {fullest.stage})"),
+    ]
+
+
+def _work(
+    config: RunConfig, training: TrainingConfig, tokens_per_sample: int, data: int, split: str
+) -> list[tuple[str, str]]:
+    training.accumulation(data)
+    needed = training.steps * training.global_batch
+    rows = [
+        ("steps", f"{training.steps:,} of {training.global_batch} × {tokens_per_sample} tokens"),
+        ("tokens", f"{needed * tokens_per_sample:,}"),
+    ]
+    if (config.data_dir / split / MANIFEST_NAME).is_file():
+        dataset = open_split(config, split, tokens_per_sample)
+        epochs = needed / max(len(dataset), 1)
+        rows.append(("data", f"{len(dataset) * tokens_per_sample:,} tokens prepared: {epochs:.2f} epochs"))
+    else:
+        rows.append(("data", f"not prepared yet ({config.data_dir / split})"))
+    return rows
