@@ -97,7 +97,8 @@ def _caption(result: EvaluationResult) -> str:
         f"K {p['patch_size']}, {p['num_sequences']} sequences of {p['block_tokens']} tokens, "
         f"{score.num_documents} documents (by {p['documents_by']}), S {score.num_samples}, seed {p['seed']}, "
         f"sampler {p['sampler']}",
-        f"covers {p['covers']}; left out: {p['sequences_left_out']} sequences, {p['dropped_tail_tokens']} tokens of tail",
+        f"covers {p['covers']}",
+        f"left out: {p['sequences_left_out']} sequences, {p['dropped_tail_tokens']} tokens of tail",
     ]
     lines += [f"{name}: {value}" for name, value in p["provenance"].items()]
     return "\n".join(lines)
