@@ -81,7 +81,7 @@ def export_autoencoder(
     *,
     container: Container = "bin",
     vocab_size: int | None = None,
-    max_shard_bytes: int = 5 << 30,
+    max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes an autoencoder in the published layout, the tied alias included.
 

@@ -152,7 +152,7 @@ def export_language_model(
     container: Container = "bin",
     vocab_size: int | None = None,
     ae_path: str = "",
-    max_shard_bytes: int = 5 << 30,
+    max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes a language model in the published layout: all aliases, and the autoencoder under ``ae_model.``.
 
