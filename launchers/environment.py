@@ -61,7 +61,7 @@ def facts(
     claim = _decide(env)
     address, port = _master(claim, env)
     if claim.num_groups > 1 and env.get(ALLOW_LOOPBACK) != "1":
-        _refuse_loopback(address, resolve or _resolve, claim)
+        _refuse_unreachable(address, resolve or _resolve, claim)
     return RankFacts(
         rank=claim.rank,
         world_size=claim.size,
@@ -182,22 +182,22 @@ def _identity(env: Mapping[str, str]) -> str:
     return str(os.getpid())
 
 
-def _refuse_loopback(address: str, resolve: Callable[[str], str | None], claim: Claim) -> None:
+def _refuse_unreachable(address: str, resolve: Callable[[str], str | None], claim: Claim) -> None:
     found = resolve(address)
-    if found is None or not ipaddress.ip_address(found).is_loopback:
+    if found is not None and not ipaddress.ip_address(found).is_loopback:
         return
+    why = f"is {found}, a loopback address" if found else "has no address on this node"
     raise LaunchError(
         with_values(
-            f"the master address {address!r} is {found}, a loopback address: the other {claim.num_groups - 1} node(s) "
-            f"cannot reach it. Fix the name in /etc/hosts or DNS, or export {MASTER_ADDRESS} with the address of the "
-            "cluster's network",
+            f"the master {address!r} {why}: {claim.num_groups} nodes cannot meet there. Fix the name in /etc/hosts "
+            f"or DNS, or export {MASTER_ADDRESS} with the first node's address in the cluster's network",
             claim.values,
         )
     )
 
 
 def _resolve(name: str) -> str | None:
-    """The address of a name; None when it has none here (connecting will say so)."""
+    """The address of a name; None when it has none here."""
     try:
         return str(socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)[0][4][0]).split("%")[
             0

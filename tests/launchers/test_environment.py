@@ -46,8 +46,8 @@ OMPI = {
 }
 
 
-def nowhere(_: str) -> str | None:
-    return None
+def somewhere(_: str) -> str | None:
+    return "10.0.0.1"
 
 
 def test_bare_process_is_alone() -> None:
@@ -57,14 +57,14 @@ def test_bare_process_is_alone() -> None:
 
 
 def test_torchrun_alone() -> None:
-    found = facts(TORCHRUN, nowhere)
+    found = facts(TORCHRUN, somewhere)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 4)
     assert (found.node_rank, found.num_nodes, found.master_addr, found.master_port) == (1, 2, "n1", 29500)
     assert (found.launcher, found.restart_count) == ("torchrun", 1)
 
 
 def test_step_smaller_than_the_job() -> None:
-    found = facts({**STEP, "SLURM_JOB_NUM_NODES": "9", "SLURM_TASKS_PER_NODE": "8(x9)"}, nowhere)
+    found = facts({**STEP, "SLURM_JOB_NUM_NODES": "9", "SLURM_TASKS_PER_NODE": "8(x9)"}, somewhere)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (2, 3, 0, 1)
     assert (found.node_rank, found.num_nodes, found.master_addr) == (1, 2, "n01")
     assert (found.launcher, found.job_id, found.restart_count) == ("slurm", "77", 2)
@@ -72,7 +72,7 @@ def test_step_smaller_than_the_job() -> None:
 
 def test_one_torchrun_per_node_under_srun_is_no_contradiction() -> None:
     step = {**STEP, "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
-    found = facts({**step, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", **TORCHRUN}, nowhere)
+    found = facts({**step, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", **TORCHRUN}, somewhere)
     assert (found.rank, found.world_size, found.launcher) == (5, 8, "torchrun")
     assert found.restart_count == 3
 
@@ -113,7 +113,7 @@ def test_agreeing_layers_are_fine() -> None:
         "MASTER_ADDR": "n01",
         "MASTER_PORT": "5",
     }
-    assert facts({**STEP, **same}, nowhere).rank == 2
+    assert facts({**STEP, **same}, somewhere).rank == 2
 
 
 def test_interactive_allocation_with_a_bare_process_is_alone() -> None:
@@ -138,7 +138,7 @@ def test_mpi_and_what_prep_leaves_behind() -> None:
     other = facts({**OMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert other.master_port == found.master_port
     singleton = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
-    assert facts({**TORCHRUN, **singleton}, nowhere).world_size == 8
+    assert facts({**TORCHRUN, **singleton}, somewhere).world_size == 8
 
 
 def test_mpirun_of_torchruns_is_refused() -> None:
@@ -152,6 +152,11 @@ def test_mpirun_of_torchruns_is_refused() -> None:
     }
     with pytest.raises(ContradictionError, match="mpi says rank 1 of 2"):
         facts({**OMPI, **inner})
+
+
+def test_a_name_without_an_address_is_refused() -> None:
+    with pytest.raises(LaunchError, match="no address on this node"):
+        facts(STEP, lambda _: None)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])
@@ -183,7 +188,7 @@ def test_ports_are_agreed_and_below_the_ephemeral_range() -> None:
         port_candidates({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}),
     )
     assert on_rank_0 == on_rank_2
-    assert facts(STEP, nowhere).master_port == on_rank_2[0]
+    assert facts(STEP, somewhere).master_port == on_rank_2[0]
     assert len(set(on_rank_2)) == len(on_rank_2)
     for job in range(200):
         assert all(1024 <= port < ephemeral_start() for port in candidates(str(job)))

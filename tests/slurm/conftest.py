@@ -266,7 +266,8 @@ def slurm() -> Iterator[Slurm]:
         os.environ.clear()
         os.environ.update(before)
         shutil.copytree(root, "/tmp/slurmkeep", dirs_exist_ok=True, ignore=shutil.ignore_patterns("*socket*"))
-        shutil.rmtree(root, ignore_errors=True)
+        if "CALM_SCALE_KEEP_SLURM" not in before:  # its logs, for a look at what went wrong
+            shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -296,7 +297,11 @@ def profile(stand_in: Path) -> Callable[..., ClusterConfig]:
             "cpus_per_node": 8,
             "max_time": "00:05:00",
             "python": str(stand_in),
-            "environment": {"CALM_SCALE_ALLOW_LOOPBACK": "1", "OMP_NUM_THREADS": "1"},
+            "environment": {
+                "CALM_SCALE_MASTER_ADDR": "127.0.0.1",  # both nodes are this machine
+                "CALM_SCALE_ALLOW_LOOPBACK": "1",
+                "OMP_NUM_THREADS": "1",
+            },
             "stages": {
                 "prep": {"tasks_per_node": 2, "cpus_per_task": 1},
                 "autoencoder": {"nodes": 2, "cpus_per_task": 1},

@@ -1,0 +1,161 @@
+"""The real stages, tiny, as a chain on a real SLURM: through a killed rank and two time limits to the evaluation."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from calm_scale.config import RunConfig, to_yaml
+from calm_scale.config.cluster import ClusterConfig
+from launchers.slurm.record import RunRecord
+from launchers.slurm.submit import submit
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+STEPS = 12
+
+
+def tiny() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tiny_run", Path(__file__).parent / "tiny_run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(run: RunConfig, stage: str) -> dict[int, dict[str, Any]]:
+    """Training rows by step; a later attempt's row wins."""
+    path = run.workdir / stage / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    values = [json.loads(line) for line in lines if line.endswith("}")]
+    return {value["step"]: value for value in values if "step" in value and "loss" in value}
+
+
+def rank_pids(slurm: Any, job: str, command: str) -> list[int]:
+    """Processes of a job's ranks on this machine, lowest rank first."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        try:
+            arguments = (path / "cmdline").read_bytes().split(b"\0")
+            around = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ours = f"SLURM_CONF={slurm.env['SLURM_CONF']}".encode() in around
+        if ours and f"SLURM_JOB_ID={job}".encode() in around and command.encode() in arguments:
+            step = next((entry for entry in around if entry.startswith(b"SLURM_STEP_ID=")), None)
+            rank = next((entry for entry in around if entry.startswith(b"SLURM_PROCID=")), None)
+            if step and rank and b"srun" not in arguments[0]:
+                found.append((int(rank.split(b"=")[1]), int(path.name)))
+    return [pid for _, pid in sorted(found)]
+
+
+class HoldUntilTold(threading.Thread):
+    """Pauses the ranks of a job after their first steps until their script is told to stop: twice.
+
+    However fast this machine is, the run then meets its time limit at least twice.
+    """
+
+    def __init__(self, slurm: Any, run: RunConfig, job: str, times: int = 2) -> None:
+        super().__init__(daemon=True)
+        self.slurm, self.run_config, self.job, self.times = slurm, run, job, times
+        self.finished = threading.Event()
+
+    def run(self) -> None:
+        record = RunRecord(self.run_config.workdir)
+        log = record.folder / "logs" / f"lm-{self.job}.log"
+        for _ in range(self.times):
+            before = max(rows(self.run_config, "lm"), default=0)
+            while max(rows(self.run_config, "lm"), default=0) <= before:
+                if self.finished.wait(0.02):
+                    return
+            held = rank_pids(self.slurm, self.job, "train-lm")
+            told = log.read_text().count("told to stop")
+            for pid in held:
+                os.kill(pid, signal.SIGSTOP)
+            while log.read_text().count("told to stop") == told and not self.finished.wait(0.2):
+                pass
+            for pid in held:
+                os.kill(pid, signal.SIGCONT)
+            attempt = len(record.attempts("lm"))
+            while len(record.attempts("lm")) == attempt and not self.finished.wait(0.2):
+                pass
+
+
+def test_real_chain(slurm, tmp_path: Path, profile: Callable[..., ClusterConfig]) -> None:
+    tiny().write_corpus(tmp_path)
+    values = tiny().tiny_config(tmp_path, steps=STEPS)
+    values["autoencoder"]["training"] = {**values["autoencoder"]["training"], "checkpoint": {"interval": 2}}
+    run = RunConfig.model_validate({"name": "real", "workdir": str(tmp_path / "real run"), **values})
+    run.workdir.mkdir()
+    cluster = profile(
+        python=sys.executable,
+        stages={
+            "prep": {"tasks_per_node": 2, "cpus_per_task": 1},
+            "autoencoder": {"nodes": 2, "cpus_per_task": 1},
+            "lm": {"nodes": 2, "cpus_per_task": 1, "time": "00:01:00"},
+            "eval": {"cpus_per_task": 1},
+        },
+        requeue={"notice_seconds": 30, "end_others_seconds": 3, "max_attempts_without_progress": 8},
+    )
+    jobs = {job.stage: job.job_id or "" for job in submit(run, cluster).jobs}
+    holder = HoldUntilTold(slurm, run, jobs["lm"])
+    holder.start()
+    try:
+        slurm.wait_state(jobs["prep"], "COMPLETED", seconds=120)
+        prep_log = (run.workdir / "slurm/logs" / f"prep-{jobs['prep']}/attempt_001/rank_0000.log").read_text()
+        assert "workers: 2" in prep_log, "two MPI ranks shared the work"
+        kill_a_rank(slurm, run, jobs["autoencoder"])
+        slurm.wait_state(jobs["autoencoder"], "COMPLETED", seconds=240)
+        slurm.wait_state(jobs["lm"], "COMPLETED", seconds=300)
+        slurm.wait_state(jobs["eval"], "COMPLETED", seconds=120)
+    finally:
+        holder.finished.set()
+    record = RunRecord(run.workdir)
+    assert "crash" in [life.cause for life in record.attempts("autoencoder")]
+    limits = [life for life in record.attempts("lm") if life.cause == "limit"]
+    assert len(limits) >= 2
+    assert record.attempts("lm")[-1].cause == "finished"
+    assert list((run.workdir / "eval").glob("step_*.json"))
+    compare_with_unbroken(run, tmp_path)
+
+
+def kill_a_rank(slurm: Any, run: RunConfig, job: str) -> None:
+    deadline = time.monotonic() + 120
+    checkpoints = run.workdir / "autoencoder" / "checkpoints"
+    while not list(checkpoints.glob("step_????????")):
+        assert time.monotonic() < deadline, "the autoencoder wrote no checkpoint"
+        time.sleep(0.02)
+    pids = rank_pids(slurm, job, "train-ae")
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGKILL)
+
+
+def compare_with_unbroken(run: RunConfig, folder: Path) -> None:
+    """The same run without an interruption, started by our own launcher: equal to the last bit."""
+    changes = {"name": "unbroken", "workdir": folder / "unbroken", "data": run.data_dir}
+    lm = run.lm.model_copy(update={"autoencoder": run.autoencoder_export}) if run.lm else None
+    unbroken = run.model_copy(update={**changes, "lm": lm})
+    file = folder / "unbroken.yaml"
+    file.write_text(to_yaml(unbroken))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = [sys.executable, "-m", "calm_scale", "train-lm", str(file)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    broken, whole = rows(run, "lm"), rows(unbroken, "lm")
+    assert sorted(broken) == sorted(whole) == list(range(1, STEPS + 1))
+    for step, row in whole.items():
+        assert (broken[step]["loss"], broken[step]["grad_norm"]) == (row["loss"], row["grad_norm"]), step
