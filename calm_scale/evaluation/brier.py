@@ -10,6 +10,7 @@ and divided once at the end, so a score does not depend on how the positions wer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ORDERS = 4
+_WEIGHT_ELEMENTS = 1 << 22  # document weights alive in a bootstrap
 
 
 class EvaluationError(CalmScaleError):
@@ -150,7 +152,7 @@ def score(counts: Counts, bootstrap: int = 1000, confidence: float = 0.95, seed:
     component_intervals: list[tuple[float, float] | None] = [None] * ORDERS
     brierlm_interval = None
     if counts.num_documents >= 2:
-        resampled = resample_components(counts, document_weights(counts.num_documents, bootstrap, seed))
+        (resampled,) = resample([counts], bootstrap, seed)
         component_intervals = [_interval(resampled[:, n], confidence) for n in range(ORDERS)]
         if not np.isnan(composite):
             brierlm_interval = _composite_interval(composite_of(resampled), confidence)
@@ -201,20 +203,23 @@ def composite_of(components: NDArray[np.float64]) -> NDArray[np.float64]:
     return out
 
 
-def document_weights(num_documents: int, bootstrap: int, seed: int) -> NDArray[np.int64]:
-    """How often each document is drawn in each resampling, int64 [bootstrap, D]; depends on the seed alone."""
+def resample(several: Sequence[Counts], bootstrap: int, seed: int) -> list[NDArray[np.float64]]:
+    """Brier-1..4 of resampled sets of documents, float64 [bootstrap, 4] for each of the given scores.
+
+    All of them must count the same D documents; they are resampled together. The draws depend on the seed alone.
+    """
+    num_documents = several[0].num_documents
     rng = np.random.Generator(np.random.PCG64(seed))
-    weights = np.empty((bootstrap, num_documents), dtype=np.int64)
-    for row in weights:
-        row[:] = np.bincount(rng.integers(num_documents, size=num_documents), minlength=num_documents)
-    return weights
-
-
-def resample_components(counts: Counts, weights: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Brier-1..4 of every resampled set of documents, float64 [bootstrap, 4]."""
-    return component_values(
-        Counts(weights @ counts.hits, weights @ counts.pairs, weights @ counts.positions, counts.num_samples)
-    )
+    out = [np.empty((bootstrap, ORDERS)) for _ in several]
+    size = max(1, _WEIGHT_ELEMENTS // max(1, num_documents))
+    for begin in range(0, bootstrap, size):
+        rows = range(begin, min(begin + size, bootstrap))
+        drawn = (rng.integers(num_documents, size=num_documents) for _ in rows)
+        weights = np.stack([np.bincount(d, minlength=num_documents) for d in drawn])
+        for values, c in zip(out, several, strict=True):
+            sums = (weights @ c.hits, weights @ c.pairs, weights @ c.positions)
+            values[rows.start : rows.stop] = component_values(Counts(*sums, num_samples=c.num_samples))
+    return out
 
 
 def _interval(values: NDArray[np.float64], confidence: float) -> tuple[float, float] | None:

@@ -16,8 +16,7 @@ from calm_scale.evaluation.brier import (
     EvaluationError,
     component_values,
     composite_of,
-    document_weights,
-    resample_components,
+    resample,
 )
 
 if TYPE_CHECKING:
@@ -61,17 +60,12 @@ def compare(
         EvaluationError: they did not score the same documents.
     """
     _same_documents(a, b)
-    weights = document_weights(a.counts.num_documents, bootstrap, seed)
     out = []
     columns = []
-    for result in (a, b):
+    for result, spread in zip((a, b), resample([a.counts, b.counts], bootstrap, seed), strict=True):
         totals = component_values(result.counts.total())
-        resampled = resample_components(result.counts, weights)
         columns.append(
-            (
-                np.append(totals[0], composite_of(totals)),
-                np.column_stack([resampled, composite_of(resampled)]),
-            )
+            (np.append(totals[0], composite_of(totals)), np.column_stack([spread, composite_of(spread)]))
         )
     (score_a, spread_a), (score_b, spread_b) = columns
     for i in range(ORDERS + 1):
