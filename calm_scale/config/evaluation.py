@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from fractions import Fraction
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from calm_scale.config.base import Section
+
+
+def _fraction(value: Any) -> Any:
+    """``1/3`` is a third; 0.333 is not, and costs Algorithm 1 its fractional stage."""
+    if isinstance(value, str) and "/" in value:
+        try:
+            return float(Fraction(value.replace(" ", "")))
+        except (ValueError, ZeroDivisionError):
+            return value
+    return value
+
+
+Temperature = Annotated[float, BeforeValidator(_fraction), Field(gt=0, le=1)]
 
 
 class EvaluationConfig(Section):
@@ -22,7 +36,7 @@ class EvaluationConfig(Section):
     max_sequences: int | None = Field(default=None, gt=0)
     num_samples: int = Field(default=2, ge=2)
     coverage: Literal["first", "all"] = "first"
-    temperature: float = Field(default=1.0, gt=0, le=1)
+    temperature: Temperature = 1.0
     algorithm: Literal["exact", "batch"] = "batch"
     num_candidates: int = Field(default=200, ge=1)
     draw_budget: int = Field(default=10_000, ge=1)
@@ -38,10 +52,11 @@ class GenerationConfig(Section):
 
     ``num_candidates`` is N of Algorithm 2 and the number of draws tried for a prompt that ends inside a patch;
     ``draw_budget`` bounds Algorithm 1 per patch, after which it falls back to Algorithm 2 and says so.
+    ``temperature`` may be written as a fraction, ``1/3``.
     """
 
     algorithm: Literal["plain", "exact", "batch"] = "batch"
-    temperature: float = Field(default=0.5, gt=0, le=1)
+    temperature: Temperature = 0.5
     num_candidates: int = Field(default=200, ge=1)
     draw_budget: int = Field(default=10_000, ge=1)
     max_new_tokens: int = Field(default=128, gt=0)

@@ -194,3 +194,10 @@ def test_tempered_model_reports_and_is_deterministic(law_model):
 def test_budget_below_one_round_is_refused(law_model):
     with pytest.raises(SamplingError, match="draw_budget 2"):
         TemperedModel(law_model(5, 1), "exact", GenerationConfig(temperature=0.2, draw_budget=2))
+
+
+def test_temperature_is_read_as_a_fraction():
+    assert exponent(GenerationConfig(temperature="1/3").temperature).alpha == 0
+    for wrong in ("1/0", "a/b", "3/2", "0/1"):
+        with pytest.raises(ValueError, match="temperature"):
+            GenerationConfig(temperature=wrong)
