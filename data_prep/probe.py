@@ -74,9 +74,11 @@ def first_difference(fast: Encoder, reference: Encoder, texts: list[str]) -> str
         left, right = a[a_offsets[i] : a_offsets[i + 1]], b[b_offsets[i] : b_offsets[i + 1]]
         if not np.array_equal(left, right):
             shown = text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+            shortest = min(len(left), len(right))
+            at = next((j for j in range(shortest) if left[j] != right[j]), shortest)
             return (
-                f"{fast.name} and {reference.name} differ on {shown!r}: "
-                f"{left[:12].tolist()} against {right[:12].tolist()}"
+                f"{fast.name} and {reference.name} differ on {shown!r} from id {at} on: "
+                f"…{left[at : at + 6].tolist()} of {len(left)} against …{right[at : at + 6].tolist()} of {len(right)}"
             )
     return f"{fast.name} and {reference.name} split a batch differently"
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from data_prep.cold import ColdShard
 from data_prep.errors import ShardError
 from data_prep.manifest import Manifest, ShardEntry
 from data_prep.order import MixtureOrder, SampleOrder
@@ -45,10 +46,13 @@ class ShardDataset:
         self.tokens_per_sample = tokens_per_sample
         self._per_sequence = length // tokens_per_sample
         for entry in self.manifest.shards:
-            _check(self.manifest, entry, read_header(self.split_dir / entry.name))
+            path = self.split_dir / entry.name
+            header = ColdShard(path).header if entry.compressed else read_header(path)
+            _check(self.manifest, entry, header)
         counts = (s.num_sequences * self._per_sequence for s in self.manifest.shards)
         self._starts = [0, *accumulate(counts)]
-        self._maps: list[NDArray[np.unsignedinteger] | None] = [None] * len(self.manifest.shards)
+        self._first = np.asarray(self._starts, np.int64)
+        self._maps: list[_Samples | None] = [None] * len(self.manifest.shards)
 
     def __len__(self) -> int:
         """Samples in the split."""
@@ -65,14 +69,20 @@ class ShardDataset:
         sample: NDArray[np.unsignedinteger] = samples[index - self._starts[shard]]
         return sample
 
-    def gather(
-        self, indices: NDArray[np.integer], out: NDArray[np.signedinteger] | None = None
-    ) -> NDArray[np.signedinteger]:
-        """Copy samples ``indices`` [n] into an int64 array [n, tokens_per_sample] (``out`` where given)."""
-        if out is None:
-            out = np.empty((len(indices), self.tokens_per_sample), np.int64)
-        for row, index in enumerate(indices):
-            out[row] = self[int(index)]
+    def gather(self, indices: NDArray[np.integer], dtype: DTypeLike | None = None) -> NDArray[np.integer]:
+        """Copy samples ``indices`` [n] into one array [n, tokens_per_sample] (of the stored type by default)."""
+        wanted = np.asarray(indices, np.int64)
+        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
+            raise IndexError(f"samples {wanted.min()}…{wanted.max()} are not all inside [0, {len(self)})")
+        shards = np.searchsorted(self._first, wanted, side="right") - 1
+        rows = wanted - self._first[shards]
+        out = np.empty((len(wanted), self.tokens_per_sample), dtype or self.manifest.dtype)
+        maps = self._maps
+        for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist(), strict=True)):
+            samples = maps[shard]
+            if samples is None:
+                samples = self._open(shard)
+            out[i] = samples[row]
         return out
 
     def order(self, seed: int) -> SampleOrder | MixtureOrder:
@@ -87,9 +97,13 @@ class ShardDataset:
         """The manifest's entry of the shard that holds sample ``index``."""
         return self.manifest.shards[bisect_right(self._starts, index) - 1]
 
-    def _open(self, shard: int) -> NDArray[np.unsignedinteger]:
+    def _open(self, shard: int) -> _Samples:
         entry = self.manifest.shards[shard]
         path = self.split_dir / entry.name
+        if entry.compressed:
+            cold = _ColdSamples(ColdShard(path), self.tokens_per_sample)
+            self._maps[shard] = cold
+            return cold
         shape = (entry.num_sequences * self._per_sequence, self.tokens_per_sample)
         mapped = np.memmap(path, np.dtype(self.manifest.dtype), "r", offset=HEADER_BYTES, shape=shape)
         samples = mapped.view(np.ndarray)
@@ -99,6 +113,19 @@ class ShardDataset:
     def __getstate__(self) -> dict[str, Any]:
         """Maps are reopened in another process, not sent to it."""
         return {**self.__dict__, "_maps": [None] * len(self._maps)}
+
+
+class _ColdSamples:
+    """A cold shard as a sequence of samples (decompressed a frame at a time)."""
+
+    def __init__(self, shard: ColdShard, tokens_per_sample: int) -> None:
+        self._shard, self._tokens = shard, tokens_per_sample
+
+    def __getitem__(self, index: int) -> NDArray[np.unsignedinteger]:
+        return self._shard.sample(index, self._tokens)
+
+
+_Samples = NDArray[np.unsignedinteger] | _ColdSamples
 
 
 def _check(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> None:

@@ -103,6 +103,7 @@ class Segment:
 
     record: SegmentRecord
     commit: Callable[[], None]
+    discard: Callable[[], None]
 
 
 def run_segment(
@@ -165,7 +166,7 @@ def run_segment(
             _discard(sinks)
             raise
 
-    return Segment(record, commit)
+    return Segment(record, commit, lambda: _discard(sinks))
 
 
 def _store(texts: list[str], sinks: list[SplitSink], tokenizer: Tokenizer) -> int:

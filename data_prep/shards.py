@@ -103,6 +103,20 @@ def read_header(path: Path) -> ShardHeader:
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise ShardError(f"shard {path} is missing; copy it again or rerun prep") from None
+    header = parse_header(page, path)
+    if size != header.file_bytes:
+        raise ShardError(
+            f"{path} has {size} bytes, its header says {header.file_bytes}: it was cut or changed"
+        )
+    return header
+
+
+def parse_header(page: bytes, path: Path) -> ShardHeader:
+    """Decode a header page; ``path`` is for the message.
+
+    Raises:
+        ShardError: not a shard, of another version, or damaged.
+    """
     if len(page) < HEADER_BYTES or page[:8] != MAGIC:
         raise ShardError(f"{path} is not a calm-scale shard (no {MAGIC.decode()} header)")
     _, version, width, alignment, length, count, max_id, checksum = _FIELDS.unpack_from(page)
@@ -112,12 +126,7 @@ def read_header(path: Path) -> ShardHeader:
         raise ShardError(f"the header of {path} is damaged; copy it again or rerun prep")
     if width not in (2, 4):
         raise ShardError(f"{path} stores {width} bytes per id; 2 or 4 are known")
-    header = ShardHeader(np.dtype(f"<u{width}"), alignment, length, count, max_id, checksum)
-    if size != header.file_bytes:
-        raise ShardError(
-            f"{path} has {size} bytes, its header says {header.file_bytes}: it was cut or changed"
-        )
-    return header
+    return ShardHeader(np.dtype(f"<u{width}"), alignment, length, count, max_id, checksum)
 
 
 def map_tokens(path: Path, header: ShardHeader) -> NDArray[np.unsignedinteger]:

@@ -67,7 +67,12 @@ class EncodeTask:
                 SegmentRecord(item=item, segment=segment, last=True, corrupt=str(error))
             )
             return Outcome(last=True)
-        self.settle()
+        try:
+            self.settle()
+        except BaseException:
+            if done is not None:
+                done.discard()
+            raise
         if done is None:
             return None
         self._committing = self._committer.submit(done.commit)

@@ -1,0 +1,108 @@
+"""``prep inspect``: what a prepared split holds, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from data_prep.errors import ShardError
+from data_prep.manifest import Manifest, ShardEntry
+from data_prep.reading import ShardDataset
+
+
+class Decodes(Protocol):
+    """What inspection needs of a tokenizer."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of its behaviour."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredSequence:
+    """One stored sequence: its ids, where they came from, and their text where a tokenizer was given."""
+
+    index: int
+    ids: list[int]
+    shard: ShardEntry
+    source: str
+    text: str | None
+
+
+def read_sequence(split_dir: Path, index: int, tokenizer: Decodes | None = None) -> StoredSequence:
+    """Sequence ``index`` of a split, decoded with ``tokenizer``.
+
+    Raises:
+        ShardError: there is no such sequence, or the tokenizer is not the one the split was made with.
+    """
+    manifest = Manifest.read(split_dir)
+    dataset = ShardDataset(split_dir, manifest.sequence_length)
+    if not 0 <= index < len(dataset):
+        raise ShardError(f"{split_dir} holds sequences 0 to {len(dataset) - 1}, not {index}")
+    if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
+        raise ShardError(
+            f"{split_dir} was made with another tokenizer ({manifest.tokenizer}, fingerprint "
+            f"{manifest.tokenizer_fingerprint}); this one has {tokenizer.fingerprint}"
+        )
+    ids = dataset[index].tolist()
+    shard = dataset.shard_of(index)
+    text = tokenizer.decode(ids) if tokenizer is not None else None
+    return StoredSequence(index, ids, shard, manifest.sources[shard.source].name, text)
+
+
+def show_split(split_dir: Path, console: Console | None = None) -> Manifest:
+    """Print a split's counts, sources, shards and document lengths."""
+    console = console or Console(highlight=False)
+    manifest = Manifest.read(split_dir)
+    console.print(
+        f"{split_dir} · {manifest.num_sequences:,} sequences of {manifest.sequence_length:,} {manifest.dtype} ids, "
+        f"K-aligned to {manifest.alignment}, packing {manifest.packing}\n"
+        f"tokenizer {manifest.tokenizer} ({manifest.tokenizer_fingerprint}), largest id {manifest.max_id:,}, "
+        f"bos {manifest.bos_id}, eos {manifest.eos_id}, pad {manifest.pad_id}\nfingerprint {manifest.fingerprint}"
+    )
+    for title, counts in (("documents", manifest.documents), ("tokens", manifest.tokens)):
+        parts = [f"{name} {value:,}" for name, value in counts.model_dump().items() if isinstance(value, int)]
+        console.print(f"{title}: {' · '.join(parts)}")
+    for kind, count in manifest.documents.quarantined.items():
+        console.print(f"  quarantined · {kind}: {count:,}")
+    table = Table(title="sources", title_justify="left")
+    for column in ("source", "weight", "sequences", "shards"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    for number, source in enumerate(manifest.sources):
+        shards = sum(s.source == number for s in manifest.shards)
+        table.add_row(source.name, f"{source.weight:g}", f"{source.num_sequences:,}", f"{shards:,}")
+    console.print(table)
+    most = max(manifest.length_histogram, default=0)
+    for power, count in enumerate(manifest.length_histogram):
+        if count:
+            bar = "█" * max(1, round(40 * count / most))
+            console.print(f"{2**power:>10,}–{2 ** (power + 1) - 1:<10,} tokens {count:>12,} {bar}")
+    return manifest
+
+
+def draw_lengths(split_dir: Path, picture: Path) -> Path:
+    """Save a histogram of document lengths (tokens, base-2 bins) as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    manifest = Manifest.read(split_dir)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    powers = range(len(manifest.length_histogram))
+    axes.bar(powers, manifest.length_histogram, width=0.9, align="edge", color="#3b6ea8")
+    axes.set_xticks(list(powers), [f"{2**p:,}" for p in powers], rotation=60)
+    axes.set_xlabel("tokens in a document")
+    axes.set_ylabel("documents")
+    axes.set_title(f"{manifest.split}: {manifest.documents.kept:,} documents")
+    figure.savefig(picture, dpi=110)
+    return picture

@@ -1,0 +1,227 @@
+"""Megatron's ``.bin``/``.idx`` pair, read and written with numpy alone: existing corpora need no second
+tokenization, and ours can feed tools that want it.
+
+``.idx``: ``MMIDIDX\\0\\0``, uint64 version 1, uint8 type code, uint64 sequences, uint64 document bounds, int32
+lengths, int64 byte offsets, int64 document bounds. ``.bin``: the ids, one sequence after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from calm_scale.config.data import PrepConfig
+from data_prep.errors import PrepError, ShardError
+from data_prep.journal import FolderLock
+from data_prep.manifest import DocumentCounts, Manifest, ShardEntry, SourceEntry, TokenCounts
+from data_prep.packing import build_packer
+from data_prep.reading import ShardDataset
+from data_prep.shards import SUFFIX, ShardWriter, token_dtype
+from data_prep.tokenizer import Tokenizer
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_TYPES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_BATCH_TOKENS = 4 << 20
+
+
+@dataclass(frozen=True)
+class MegatronIndex:
+    """An opened pair. ``lengths`` int32 [sequences], ``bounds`` int64 [documents + 1] (in sequences)."""
+
+    tokens: NDArray[np.integer]
+    lengths: NDArray[np.int32]
+    bounds: NDArray[np.int64]
+
+    def document_offsets(self) -> NDArray[np.int64]:
+        """First token of each document, and the end: int64 [documents + 1]."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        return np.asarray(ends[self.bounds], np.int64)
+
+
+def open_megatron(prefix: Path) -> MegatronIndex:
+    """Open ``prefix.bin`` and ``prefix.idx``.
+
+    Raises:
+        ShardError: one is missing, of another format, or the .bin is shorter or longer than the index says.
+    """
+    index_path, data_path = (prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin"))
+    try:
+        raw = index_path.read_bytes()
+        size = data_path.stat().st_size
+    except OSError as error:
+        raise ShardError(f"{error.filename}: {error.strerror}") from None
+    if raw[:9] != _MAGIC or struct.unpack_from("<Q", raw, 9)[0] != 1 or raw[17] not in _TYPES:
+        raise ShardError(f"{index_path} is no Megatron index of version 1 with integer ids")
+    dtype = np.dtype(_TYPES[raw[17]])
+    num_sequences, num_bounds = struct.unpack_from("<QQ", raw, 18)
+    if len(raw) < 34 + 12 * num_sequences + 8 * num_bounds:
+        raise ShardError(f"{index_path} is truncated")
+    lengths = np.frombuffer(raw, "<i4", num_sequences, 34)
+    bounds = np.frombuffer(raw, "<i8", num_bounds, 34 + 12 * num_sequences)
+    stated = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    if size != stated:
+        raise ShardError(f"{data_path} has {size} bytes, its index says {stated}: it is truncated or foreign")
+    tokens = np.memmap(data_path, dtype, "r") if size else np.empty(0, dtype)
+    return MegatronIndex(tokens, lengths, bounds)
+
+
+def write_megatron(
+    prefix: Path, dtype: np.dtype[np.integer], lengths: NDArray[np.int32], bounds: NDArray[np.int64]
+) -> None:
+    """Write ``prefix.idx`` for a ``prefix.bin`` of ids of ``dtype``."""
+    code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) * dtype.itemsize
+    head = _MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds))
+    path = prefix.with_name(prefix.name + ".idx")
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        for piece in (head, lengths.astype("<i4"), offsets.astype("<i8"), bounds.astype("<i8")):
+            file.write(piece if isinstance(piece, bytes) else piece.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def export_megatron(split_dir: Path, prefix: Path) -> int:
+    """Write a split as ``prefix.bin`` / ``prefix.idx``, one document per stored sequence; their number."""
+    manifest = Manifest.read(split_dir)
+    dataset = ShardDataset(split_dir, manifest.sequence_length)
+    dtype = np.dtype("<u2" if manifest.dtype == "uint16" else "<i4")
+    data = prefix.with_name(prefix.name + ".bin")
+    data.parent.mkdir(parents=True, exist_ok=True)
+    part = data.with_name(data.name + ".part")
+    with part.open("wb") as file:
+        for i in range(len(dataset)):
+            file.write(np.ascontiguousarray(dataset[i], dtype).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(data)
+    lengths = np.full(len(dataset), manifest.sequence_length, np.int32)
+    write_megatron(prefix, dtype, lengths, np.arange(len(dataset) + 1, dtype=np.int64))
+    return len(dataset)
+
+
+def import_megatron(
+    prefix: Path,
+    data_dir: Path,
+    tokenizer: Tokenizer,
+    prep: PrepConfig,
+    *,
+    vocab_size: int,
+    split: str = "train",
+) -> Manifest:
+    """Repack a Megatron pair into ``data_dir/split`` without tokenizing: documents keep their ids.
+
+    BOS and EOS are counted where the documents carry them already; ``tokenizer`` says which ids they are.
+
+    Raises:
+        PrepError: the folder is in use, or the pair gives no whole sequence.
+        ShardError: the pair is damaged, or an id does not fit the vocabulary.
+    """
+    index = open_megatron(prefix)
+    offsets = index.document_offsets()
+    largest = int(index.tokens.max()) if len(index.tokens) else 0
+    if largest >= vocab_size or (len(index.tokens) and int(index.tokens.min()) < 0):
+        raise ShardError(
+            f"{prefix}.bin holds ids outside [0, {vocab_size}): largest {largest}; set vocab_size to fit"
+        )
+    packer = build_packer(prep.packing, prep.sequence_length, prep.alignment, tokenizer.pad_id)
+    dtype = token_dtype(max(largest, tokenizer.max_id), prep.dtype)
+    with FolderLock(data_dir):
+        path = data_dir / split / f"imported-000000{SUFFIX}"
+        writer = ShardWriter(
+            path, dtype, alignment=prep.alignment, sequence_length=prep.sequence_length, max_id=vocab_size - 1
+        )
+        start = 0
+        while start < len(offsets) - 1:
+            stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + _BATCH_TOKENS)) - 1)
+            ids = np.asarray(index.tokens[offsets[start] : offsets[stop]], np.uint32)
+            writer.append(packer.add(ids, offsets[start : stop + 1] - offsets[start]))
+            start = stop
+        writer.append(packer.finish())
+        header, tail = writer.close()
+        if header is None:
+            raise PrepError(f"{prefix} holds less than one sequence of {prep.sequence_length} tokens")
+        manifest = _manifest_of(index, offsets, prefix, tokenizer, prep, vocab_size, split).model_copy(
+            update={
+                "dtype": dtype.name,
+                "num_sequences": header.num_sequences,
+                "max_id": header.max_id,
+                "tokens": _count(index, offsets, tokenizer, packer.padding, len(tail), header.num_tokens),
+                "sources": [SourceEntry(name=str(prefix), weight=1.0, num_sequences=header.num_sequences)],
+                "shards": [
+                    ShardEntry(
+                        name=path.name,
+                        num_sequences=header.num_sequences,
+                        checksum=f"{header.checksum:016x}",
+                        max_id=header.max_id,
+                        origin=prefix.name,
+                    )
+                ],
+            }
+        )
+        manifest.write(data_dir / split)
+    return manifest
+
+
+def _count(
+    index: MegatronIndex,
+    offsets: NDArray[np.int64],
+    tokenizer: Tokenizer,
+    padding: int,
+    tail: int,
+    stored: int,
+) -> TokenCounts:
+    real = offsets[:-1][np.diff(offsets) > 0]
+    ends = offsets[1:][np.diff(offsets) > 0]
+    bos = int((index.tokens[real] == tokenizer.bos_id).sum()) if tokenizer.bos_id is not None else 0
+    eos = int((index.tokens[ends - 1] == tokenizer.eos_id).sum()) if tokenizer.eos_id is not None else 0
+    text = len(index.tokens) - bos - eos
+    return TokenCounts(text=text, bos=bos, eos=eos, padding=padding, tail=tail, stored=stored)
+
+
+def _manifest_of(
+    index: MegatronIndex,
+    offsets: NDArray[np.int64],
+    prefix: Path,
+    tokenizer: Tokenizer,
+    prep: PrepConfig,
+    vocab_size: int,
+    split: str,
+) -> Manifest:
+    lengths = np.diff(offsets)
+    real = lengths[lengths > 0]
+    histogram = np.trim_zeros(np.bincount(np.frexp(real)[1] - 1, minlength=1), "b").tolist()
+    num_documents = len(lengths)
+    empty = num_documents - len(real)
+    return Manifest(
+        split=split,
+        dtype="",
+        alignment=prep.alignment,
+        sequence_length=prep.sequence_length,
+        num_sequences=0,
+        vocab_size=vocab_size,
+        max_id=0,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+        add_bos=tokenizer.add_bos,
+        add_eos=tokenizer.add_eos,
+        packing=prep.packing,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer=tokenizer.name,
+        documents=DocumentCounts(
+            read=num_documents, kept=num_documents - empty, quarantined={"empty": empty} if empty else {}
+        ),
+        tokens=TokenCounts(),
+        sources=[],
+        shards=[],
+        length_histogram=histogram,
+        provenance={"megatron": str(prefix), "index": xxhash.xxh3_64_hexdigest(index.lengths.tobytes())},
+    )

@@ -1,0 +1,136 @@
+"""``prep verify``: everything a prepared split says about itself, checked against its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from data_prep.cold import open_cold
+from data_prep.errors import ShardError
+from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
+from data_prep.shards import ShardHeader, map_tokens, read_header
+
+_ROWS_AT_ONCE = 1 << 22
+
+
+@dataclass
+class Verification:
+    """What was checked, and every problem found."""
+
+    directory: Path
+    num_shards: int = 0
+    num_tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify_split(
+    split_dir: Path, on_shard: Callable[[int, int], None] = lambda done, total: None
+) -> Verification:
+    """Check the manifest's arithmetic, and of every shard the header, the checksum, the largest id and K.
+
+    ``on_shard(done, total)`` is told of progress. Problems are collected, not raised.
+    """
+    found = Verification(split_dir)
+    try:
+        manifest = Manifest.read(split_dir)
+    except ShardError as error:
+        found.problems.append(str(error))
+        return found
+    for done, entry in enumerate(manifest.shards, 1):
+        try:
+            found.problems += _shard_problems(split_dir, manifest, entry)
+        except (ShardError, OSError) as error:
+            found.problems.append(str(error))
+        found.num_shards += 1
+        found.num_tokens += entry.num_sequences * manifest.sequence_length
+        on_shard(done, len(manifest.shards))
+    found.problems += _manifest_problems(manifest)
+    return found
+
+
+def verify_tree(directory: Path) -> list[Verification]:
+    """Verify a split's folder, or every split of a data folder.
+
+    Raises:
+        ShardError: there is no split in it.
+    """
+    if (directory / MANIFEST_NAME).exists() and not any(directory.glob(f"*/{MANIFEST_NAME}")):
+        return [verify_split(directory)]
+    splits = sorted(path.parent for path in directory.glob(f"*/{MANIFEST_NAME}"))
+    if not splits:
+        raise ShardError(
+            f"{directory} holds no prepared split (no {MANIFEST_NAME}); run `calm-scale prep` first"
+        )
+    return [verify_split(split) for split in splits]
+
+
+def _manifest_problems(manifest: Manifest) -> list[str]:
+    problems = []
+    stored = sum(s.num_sequences for s in manifest.shards)
+    if stored != manifest.num_sequences or stored * manifest.sequence_length != manifest.tokens.stored:
+        problems.append(f"manifest: its shards hold {stored} sequences, it says {manifest.num_sequences}")
+    if manifest.sequence_length % manifest.alignment:
+        problems.append(
+            f"manifest: sequence_length {manifest.sequence_length} is not a multiple of K-alignment"
+        )
+    if (
+        manifest.max_id != max((s.max_id for s in manifest.shards), default=0)
+        or manifest.max_id >= manifest.vocab_size
+    ):
+        problems.append(
+            f"manifest: max_id {manifest.max_id} does not fit its shards or vocab_size {manifest.vocab_size}"
+        )
+    for source, entry in enumerate(manifest.sources):
+        given = sum(s.num_sequences for s in manifest.shards if s.source == source)
+        if given != entry.num_sequences:
+            problems.append(
+                f"manifest: source {source} gave {given} sequences, it says {entry.num_sequences}"
+            )
+    return problems
+
+
+def _shard_problems(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+    path = split_dir / entry.name
+    if entry.compressed:
+        header, pieces = open_cold(path)
+    else:
+        header = read_header(path)
+        flat = map_tokens(path, header).reshape(-1)
+        pieces = (np.asarray(flat[i : i + _ROWS_AT_ONCE]) for i in range(0, len(flat), _ROWS_AT_ONCE))
+    problems = _header_problems(manifest, entry, header)
+    digest = xxhash.xxh64()
+    largest = count = 0
+    for piece in pieces:
+        digest.update(piece.view(np.uint8).data)
+        largest = max(largest, int(piece.max()))
+        count += len(piece)
+    if digest.intdigest() != header.checksum:
+        problems.append(
+            f"{path}: its tokens do not fit their checksum: the file is damaged, prepare it again"
+        )
+    if largest != header.max_id or count != header.num_tokens:
+        problems.append(
+            f"{path}: largest id {largest} of {count} ids, the header says {header.max_id} of {header.num_tokens}"
+        )
+    return problems
+
+
+def _header_problems(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> list[str]:
+    stated = {
+        "dtype": (header.dtype.name, manifest.dtype),
+        "alignment": (header.alignment, manifest.alignment),
+        "sequence_length": (header.sequence_length, manifest.sequence_length),
+        "num_sequences": (header.num_sequences, entry.num_sequences),
+        "checksum": (f"{header.checksum:016x}", entry.checksum),
+        "max_id": (header.max_id, entry.max_id),
+    }
+    return [f"{entry.name}: {k} is {a}, the manifest says {b}" for k, (a, b) in stated.items() if a != b]
