@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from calm_scale.config import ConfigError, RunConfig
+from calm_scale.lm.background import BackgroundWrite
 from calm_scale.lm.build import build_models, language_model_stage
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets
@@ -25,7 +26,12 @@ from calm_scale.training.megatron_optimizer import (
     wrap_data_parallel,
 )
 from calm_scale.training.megatron_replicas import check_replicas
-from calm_scale.training.megatron_state import load_training_state, save_training_state
+from calm_scale.training.megatron_state import (
+    load_training_state,
+    plain_values,
+    save_training_state,
+    snapshot,
+)
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """tokens [b, S], sample_ids [b]."""
@@ -65,6 +71,7 @@ class MegatronEngine:
         )
         _connect(self.models, self.chunks, self.layout)
         self.steps = 0
+        self._writers: dist.ProcessGroup | None = None
 
     def train_step(self, batch: Batch, lr: float) -> StepResult:
         """One optimizer step on this rank's share [A, b, S] of the global batch.
@@ -159,6 +166,17 @@ class MegatronEngine:
         """Write this rank's shards of weights and optimizer state."""
         self._check_replicas_if_asked()
         save_training_state(self.models, self.optimizer, self.steps, self.layout, directory)
+
+    def save_async(self, directory: Path) -> BackgroundWrite:
+        """Copy this rank's shards now and write the copy in the background. Every rank calls it.
+
+        The copy is held in CPU memory until it is written; the checkpoint is the same as ``save``'s.
+        """
+        self._check_replicas_if_asked()
+        if self._writers is None:
+            self._writers = dist.new_group(backend="gloo")
+        shards = snapshot(self.models, self.optimizer, self.layout)
+        return BackgroundWrite(shards, plain_values(self.steps), directory, self._writers)
 
     def load(self, directory: Path) -> None:
         """Read weights and optimizer state, whatever layout wrote them.

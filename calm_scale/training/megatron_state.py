@@ -34,8 +34,12 @@ def save_training_state(
     models: Sequence[CalmModel], optimizer: MegatronOptimizer, steps: int, layout: Layout, directory: Path
 ) -> None:
     """Write weights, moments and master weights. Every rank calls it."""
-    shards = snapshot(models, optimizer, layout)
-    write_shards(shards, {"format": FORMAT, "optimizer_steps": steps}, directory)
+    write_shards(snapshot(models, optimizer, layout), plain_values(steps), directory)
+
+
+def plain_values(steps: int) -> dict[str, int]:
+    """What a checkpoint holds besides tensors."""
+    return {"format": FORMAT, "optimizer_steps": steps}
 
 
 def snapshot(models: Sequence[CalmModel], optimizer: MegatronOptimizer, layout: Layout) -> list[Any]:

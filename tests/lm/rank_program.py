@@ -97,6 +97,17 @@ def save(engine: Any, run: RunConfig, report: dict[str, Any], out: Path, name: s
     engine.save(out / name)
 
 
+def save_async(engine: Any, run: RunConfig, report: dict[str, Any], out: Path, name: str, step: int) -> None:
+    """Train a step while the state before it is being written."""
+    (out / name).mkdir(exist_ok=True)
+    dist.barrier()
+    write = engine.save_async(out / name)
+    train(engine, run, report, out, step, step)
+    write.wait()
+    assert write.done()
+    dist.barrier()
+
+
 def load(engine: Any, run: RunConfig, report: dict[str, Any], out: Path, name: str) -> None:
     engine.load(out / name)
     report["steps_loaded"] = engine.steps
@@ -128,7 +139,15 @@ def drift(engine: Any, run: RunConfig, report: dict[str, Any], out: Path, rank: 
             )
 
 
-ACTIONS = {"train": train, "save": save, "load": load, "evaluate": evaluate, "poison": poison, "drift": drift}
+ACTIONS = {
+    "train": train,
+    "save": save,
+    "save_async": save_async,
+    "load": load,
+    "evaluate": evaluate,
+    "poison": poison,
+    "drift": drift,
+}
 
 if __name__ == "__main__":
     main()

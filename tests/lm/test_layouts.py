@@ -11,6 +11,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 STEPS = {"do": "train", "first": 1, "last": 3}
 AR = {"kind": "softmax"}
+FLOW = {"kind": "flow", "num_repeats": 2}
+DIFFUSION = {"kind": "diffusion", "num_repeats": 2}
 
 
 def same_steps(name: str, **run: Any) -> dict[str, Any]:
@@ -26,6 +28,8 @@ ONE = [
     same_steps("one_selective", recompute="selective"),
     same_steps("one_bf16", training={"precision": "bf16"}),
     same_steps("one_ar", head=AR),
+    same_steps("one_flow", head=FLOW),
+    same_steps("one_diffusion", head=DIFFUSION),
 ]
 TWO = [
     same_steps("tp2", tensor=2, check_replicas=True),
@@ -41,23 +45,33 @@ TWO = [
     same_steps("tp2_ar", tensor=2, head=AR),
     same_steps("tp2_ar_sp", tensor=2, head=AR, sequence_parallel=True),
 ]
-FOUR = [same_steps("tp2pp2", tensor=2, pipeline=2, check_replicas=True)]
+OTHER_HEADS = [
+    same_steps("tp2_flow", head=FLOW, tensor=2),
+    same_steps("pp2_diffusion", head=DIFFUSION, pipeline=2),
+]
+TWENTY = {
+    "name": "twenty",
+    "run": tiny_run(tensor=2, check_replicas=True),
+    "actions": [{"do": "train", "first": 1, "last": 20}, {"do": "evaluate"}],
+}
+FOUR = [same_steps("tp2pp2", tensor=2, pipeline=2, check_replicas=True), TWENTY]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("layouts")
     run_ranks(1, ONE, out)
-    run_ranks(2, TWO, out)
+    run_ranks(2, TWO + OTHER_HEADS, out)
     run_ranks(4, FOUR, out)
     return Reports(out)
 
 
 TWINS = [
     (case["name"], base)
-    for cases, base in ((ONE[1:4], "one"), (TWO[:9], "one"), (FOUR, "one"), (TWO[10:], "one_ar"))
+    for cases, base in ((ONE[1:4], "one"), (TWO[:9], "one"), (FOUR[:1], "one"), (TWO[10:], "one_ar"))
     for case in cases
 ]
+TWINS += [("tp2_flow", "one_flow"), ("pp2_diffusion", "one_diffusion")]
 
 
 @pytest.mark.parametrize(("name", "base"), TWINS)
@@ -100,6 +114,11 @@ def test_the_checkpoint_holds_the_true_vocabulary(reports: Any) -> None:
             32,
         )
     assert tuple(reports.tensors("ckpt_tp2_ar")["model.head.linear.weight"].shape) == (101, 32)
+
+
+def test_replicas_are_bit_equal_after_twenty_steps(reports: Any) -> None:
+    assert "error" not in reports["twenty"]
+    assert len(reports["twenty"]["steps"]) == 20
 
 
 def test_bf16_keeps_fp32_masters_and_agrees_over_replicas(reports: Any) -> None:

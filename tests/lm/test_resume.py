@@ -29,13 +29,13 @@ def case(name: str, *actions: dict[str, Any], **run: Any) -> dict[str, Any]:
 
 def resumed(name: str, source: str, **run: Any) -> dict[str, Any]:
     return case(
-        name, {"do": "load", "name": source}, save(f"again_{name}"), train(3, 4), save(f"end_{name}"), **run
+        name, {"do": "load", "name": source}, save(f"again_{name}"), train(3, 7), save(f"end_{name}"), **run
     )
 
 
-WRITE_ONE = [case("one", train(1, 2), save("half_one"), train(3, 4), save("end_one"))]
+WRITE_ONE = [case("one", train(1, 2), save("half_one"), train(3, 7), save("end_one"))]
 FOUR = [
-    case("tp2pp2", train(1, 2), save("half_tp2pp2"), train(3, 4), save("end_tp2pp2"), tensor=2, pipeline=2),
+    case("tp2pp2", train(1, 2), save("half_tp2pp2"), train(3, 7), save("end_tp2pp2"), tensor=2, pipeline=2),
     resumed("tp2pp2_same", "half_tp2pp2", tensor=2, pipeline=2),
     resumed("tp2pp2_from_one", "half_one", tensor=2, pipeline=2),
 ]
@@ -53,6 +53,7 @@ TWO = [
         save("after"),
         tensor=2,
     ),
+    case("async", train(1, 2), {"do": "save_async", "name": "async_half", "step": 3}, train(4, 7), tensor=2),
     case("poisoned_dp", train(1, 1), {"do": "poison", "rank": 1}, train(2, 2)),
     case("drifted", {"do": "drift", "rank": 1}, {"do": "evaluate"}, tensor=2, check_replicas=True),
     case(
@@ -69,6 +70,7 @@ TWO = [
 READ_ONE = [
     resumed("one_same", "half_one"),
     resumed("one_from_tp2pp2", "half_tp2pp2"),
+    resumed("one_from_async", "async_half"),
     resumed("one_plain", "half_one", distributed_optimizer=False),
     resumed("other_head", "half_one", head={"kind": "energy", "num_blocks": 2, "noise_size": 8}),
     resumed("renamed", "half_renamed"),
@@ -141,6 +143,13 @@ def test_another_layout_holds_the_same_weights_and_moments(reports: Any, name: s
 def test_another_layout_goes_on_within_float_tolerance(reports: Any, name: str, base: str) -> None:
     for ours, theirs in zip(reports[name]["steps"], reports[base]["steps"][2:], strict=True):
         assert ours[:2] == pytest.approx(theirs[:2], rel=1e-5)
+
+
+def test_a_background_save_holds_the_state_before_the_steps_taken_meanwhile(reports: Any) -> None:
+    assert reports["one_from_async"]["steps"] == [
+        pytest.approx(step, rel=1e-5) for step in reports["async"]["steps"][2:]
+    ]
+    assert_bit_equal(reports.tensors("again_one_from_async"), reports.tensors("async_half"))
 
 
 def test_a_renamed_key_is_an_error_that_names_both(reports: Any) -> None:
