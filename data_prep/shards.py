@@ -190,7 +190,6 @@ class ShardWriter:
                 f"token id {largest} does not fit {self.path.name}: the largest allowed is "
                 f"{min(self._limit, int(np.iinfo(self._dtype).max))}; the tokenizer and the vocabulary differ"
             )
-        self._max_seen = max(self._max_seen, largest)
         ids = ids.astype(self._dtype, copy=False)
         if len(self._carry):
             missing = self._length - len(self._carry)
@@ -206,6 +205,7 @@ class ShardWriter:
 
     def _write(self, ids: NDArray[np.unsignedinteger]) -> None:
         if len(ids):
+            self._max_seen = max(self._max_seen, int(ids.max()))  # of what is stored: the tail is not
             view = np.ascontiguousarray(ids).view(np.uint8).data
             self._digest.update(view)
             written = 0
