@@ -28,6 +28,7 @@ class EvaluationConfig(Section):
 
     ``coverage: first`` scores the tokens that follow each patch boundary of the sequence's own grid; ``all``
     repeats the pass on the K shifted grids, so every token offset is once the first after a true prefix.
+    ``max_sequences`` scores that many, evenly spaced over the split.
     ``exact_batches`` runs one sequence per forward pass, which makes the scores identical to the last digit
     for every ``batch_size``; without it ``batch_size`` sequences share a pass and a tie may fall otherwise.
     """

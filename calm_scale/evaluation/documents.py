@@ -7,6 +7,7 @@ BOS has no visible boundaries: each of its sequences then counts as a document.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -21,16 +22,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calm_scale.evaluation.paths import Windows
+    from calm_scale.evaluation.sequences import TokenBlocks
 
 DocumentsBy = Literal["bos", "sequence"]
 
 
 @dataclass(frozen=True)
 class SequenceCounts:
-    """Integer sums of one sequence by segment: row s holds what lies after its s-th BOS. ``int64 [num_bos+1, 4]``."""
+    """Integer sums of one sequence by segment: row s holds what lies after its s-th BOS. ``int64 [num_bos+1, 4]``.
+
+    ``detached``: a document began between the sequence scored before this one and this one's first token.
+    """
 
     index: int
     num_bos: int
+    detached: bool
     hits: NDArray[np.int64]
     pairs: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -43,8 +49,16 @@ def segments(tokens: Tensor, bos_id: int | None) -> Tensor:
     return (tokens == bos_id).cumsum(0)
 
 
+def bos_between(dataset: TokenBlocks, indices: Sequence[int], index: int, bos_id: int | None) -> bool:
+    """Whether a BOS stands in the sequences left out between ``index`` and the selected one before it."""
+    place = bisect_left(indices, index)
+    if bos_id is None or place == 0:
+        return False
+    return any(bool((dataset[i] == bos_id).any()) for i in range(indices[place - 1] + 1, index))
+
+
 def count_sequence(
-    index: int, tokens: Tensor, shifted: Sequence[tuple[int, Windows]], bos_id: int | None
+    index: int, tokens: Tensor, shifted: Sequence[tuple[int, Windows]], bos_id: int | None, detached: bool
 ) -> SequenceCounts:
     """Sums of one sequence ``[L]`` over its grids, given as (shift, windows)."""
     segment = segments(tokens, bos_id)
@@ -56,21 +70,25 @@ def count_sequence(
         for kind, values in enumerate(counted):
             sums[kind].index_add_(0, of_window, values[:, 0].T.contiguous())
     hits, pairs, positions = sums.cpu().numpy()
-    return SequenceCounts(index, num_bos, hits, pairs, positions)
+    return SequenceCounts(index, num_bos, detached, hits, pairs, positions)
 
 
-def document_rows(num_bos: Sequence[int]) -> tuple[list[int], DocumentsBy]:
-    """First document row of each sequence, in sequence order, and how documents were told apart."""
-    if not any(num_bos):
-        return list(range(len(num_bos))), "sequence"
-    before = np.concatenate([[0], np.cumsum(num_bos)[:-1]])
-    return [int(row) for row in before], "bos"
+def document_rows(sequences: Sequence[SequenceCounts]) -> tuple[list[int], DocumentsBy]:
+    """First document row of each of the sequences, given in order, and how documents were told apart."""
+    if not any(s.num_bos or s.detached for s in sequences):
+        return list(range(len(sequences))), "sequence"
+    rows = []
+    last = 0
+    for s in sequences:
+        rows.append(last + int(s.detached))
+        last = rows[-1] + s.num_bos
+    return rows, "bos"
 
 
 def merge(sequences: Sequence[SequenceCounts], num_samples: int) -> tuple[Counts, DocumentsBy]:
     """Sums per document from sequences in any order; documents without a scored position are dropped."""
     ordered = sorted(sequences, key=lambda s: s.index)
-    first, by = document_rows([s.num_bos for s in ordered])
+    first, by = document_rows(ordered)
     num_rows = max((row + s.num_bos + 1 for row, s in zip(first, ordered, strict=True)), default=0)
     sums = np.zeros((3, num_rows, ORDERS), dtype=np.int64)
     for row, sequence in zip(first, ordered, strict=True):

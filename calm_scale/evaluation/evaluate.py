@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError, score
-from calm_scale.evaluation.documents import SequenceCounts, count_sequence, merge
+from calm_scale.evaluation.documents import SequenceCounts, bos_between, count_sequence, merge
 from calm_scale.evaluation.paths import Windows, sample_windows
-from calm_scale.evaluation.sequences import Alone, Crew, Grid, TokenBlocks, deal, gather, grids
+from calm_scale.evaluation.sequences import Alone, Crew, Grid, TokenBlocks, deal, gather, grids, selected
 
 if TYPE_CHECKING:
     from calm_scale.config.evaluation import EvaluationConfig
@@ -59,25 +59,26 @@ def evaluate(
         EvaluationError: nothing to score, ids outside of the vocabulary, or another rank's failure.
     """
     crew = crew or Alone()
-    num_sequences = min(len(dataset), config.max_sequences or len(dataset))
-    if num_sequences == 0:
+    if len(dataset) == 0:
         raise EvaluationError("no sequence to evaluate: the split is empty. Prepare a held-out split first")
     started = time.perf_counter()
-    mine = deal(num_sequences, crew)
+    indices = selected(len(dataset), config.max_sequences)
+    mine = deal(indices, crew)
 
     def work() -> list[SequenceCounts]:
         done = []
         with torch.no_grad():
             for index, tokens, sequence_grids in grids(model, dataset, mine, config):
                 windows = [(g.shift, _windows(model, g, index, config, pad_id)) for g in sequence_grids]
-                done.append(count_sequence(index, tokens, windows, bos_id))
+                detached = bos_between(dataset, indices, index, bos_id)
+                done.append(count_sequence(index, tokens, windows, bos_id, detached))
                 if on_sequence is not None:
                     on_sequence(len(done), len(mine))
         return done
 
     counts, documents_by = merge(gather(work, crew), config.num_samples)
     protocol = {
-        **protocol_of(model, dataset, config, num_sequences),
+        **protocol_of(model, dataset, config, len(indices)),
         "documents_by": documents_by,
         "provenance": dict(provenance or {}),
     }
@@ -96,7 +97,7 @@ def protocol_of(
 ) -> dict[str, Any]:
     """Everything a BrierLM depends on, in words and numbers."""
     k = model.patch_size
-    lengths = {len(dataset[0]), len(dataset[num_sequences - 1])}
+    lengths = {len(dataset[0]), len(dataset[len(dataset) - 1])}
     offsets = list(range(k)) if config.coverage == "all" else [0]
     return {
         "metric": "BrierLM, U-statistic over all pairs of samples",

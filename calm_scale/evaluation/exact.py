@@ -16,7 +16,7 @@ import torch
 
 from calm_scale.evaluation.brier import ORDERS, EvaluationError
 from calm_scale.evaluation.paths import Level, roll_forward, true_windows
-from calm_scale.evaluation.sequences import Alone, Crew, Grid, TokenBlocks, deal, gather, grids
+from calm_scale.evaluation.sequences import Alone, Crew, Grid, TokenBlocks, deal, gather, grids, selected
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,15 +85,16 @@ def evaluate_exact(
             f"exact scores need the baseline's token probabilities; a patch model (K = {model.patch_size}) has none"
         )
     crew = crew or Alone()
-    num_sequences = min(len(dataset), config.max_sequences or len(dataset))
-    if num_sequences == 0:
+    if len(dataset) == 0:
         raise EvaluationError("no sequence to evaluate: the split is empty. Prepare a held-out split first")
+
+    mine = deal(selected(len(dataset), config.max_sequences), crew)
 
     def work() -> list[tuple[int, list[float], list[int]]]:
         with torch.no_grad():
             return [
                 (index, *_sequence_sums(model, only, config, index))
-                for index, _, (only, *_) in grids(model, dataset, deal(num_sequences, crew), config)
+                for index, _, (only, *_) in grids(model, dataset, mine, config)
             ]
 
     ordered = sorted(gather(work, crew))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = "calm-scale evaluation 1"
+_FEW_DOCUMENTS = 20
 
 
 def to_document(result: EvaluationResult) -> dict[str, Any]:
@@ -93,6 +94,10 @@ def table(result: EvaluationResult, title: str = "BrierLM") -> Table:
 def _caption(result: EvaluationResult) -> str:
     p, score = result.protocol, result.score
     lines = [f"BrierLM is undefined: {score.undefined_because}"] if score.undefined_because else []
+    if 1 < score.num_documents < _FEW_DOCUMENTS:
+        lines.append(
+            f"the intervals rest on {score.num_documents} documents only: take them as a rough guide"
+        )
     lines += [
         f"K {p['patch_size']}, {p['num_sequences']} sequences of {p['block_tokens']} tokens, "
         f"{score.num_documents} documents (by {p['documents_by']}), S {score.num_samples}, seed {p['seed']}, "

@@ -82,9 +82,15 @@ def grids(
             )
 
 
-def deal(num_sequences: int, crew: Crew) -> list[int]:
-    """Indices this rank scores: every world_size-th."""
-    return list(range(crew.rank, num_sequences, crew.world_size))
+def selected(num_available: int, max_sequences: int | None) -> list[int]:
+    """The sequences to score: all, or ``max_sequences`` of them, evenly spaced over the data."""
+    count = min(num_available, max_sequences or num_available)
+    return [i * num_available // count for i in range(count)]
+
+
+def deal(indices: Sequence[int], crew: Crew) -> list[int]:
+    """The sequences this rank scores: every world_size-th of the selected ones."""
+    return list(indices[crew.rank :: crew.world_size])
 
 
 def gather(work: Callable[[], list[T]], crew: Crew) -> list[T]:

@@ -91,6 +91,19 @@ def test_documents_run_over_sequence_borders(markov, chain):
     assert result.counts.positions[:, 0].tolist() == [7 + 7 + 3, 4]
 
 
+def test_a_selection_is_spread_and_keeps_documents_apart(markov, chain):
+    """Every third of nine sequences: 0, 3, 6. A BOS in a sequence left out separates its neighbours."""
+    model = markov(chain, 4)
+    sequences = [np.full(16, i % 2) for i in range(9)]
+    sequences[1] = np.array([2] * 16)
+    config = EvaluationConfig(bootstrap=100, max_sequences=3)
+    result = evaluate(model, sequences, config, bos_id=2)
+    assert (result.protocol["num_sequences"], result.protocol["sequences_left_out"]) == (3, 6)
+    assert result.counts.positions[:, 0].tolist() == [3, 6]
+    whole = evaluate(model, sequences[:1] + sequences[3:4] + sequences[6:7], config, bos_id=2)
+    assert whole.protocol["documents_by"] == "sequence"
+
+
 def test_partial_last_patch_and_padding_are_scored_as_far_as_they_go(markov, chain):
     model = markov(chain, 4)
     sequence = np.array([0, 1] * 7)  # 14 tokens: boundaries at 4, 8 and 12, the last with 2 tokens
