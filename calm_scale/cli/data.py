@@ -13,7 +13,7 @@ from calm_scale.config import load
 
 group = typer.Typer(
     cls=RunByDefault,
-    help="Tokenize and pack text into K-aligned shards: `prep CONFIG`; `prep verify DIR`; `prep inspect DIR`.",
+    help="Tokenize and pack text into K-aligned shards: `prep CONFIG`; then `prep verify DIR`, `prep inspect DIR`.",
     epilog="Examples: calm-scale prep configs/runs/calm-xl.yaml --workers 8 · "
     "mpirun -n 16 calm-scale prep configs/runs/calm-xl.yaml · calm-scale prep verify runs/calm-xl/data/train",
     no_args_is_help=True,
@@ -44,7 +44,7 @@ def run(
 @group.command()
 def verify(folder: ShardFolder) -> None:
     """Check every checksum, the arithmetic of the manifest, and the range of the token ids."""
-    from calm_scale.stages.prep import verify_shards
+    from calm_scale.stages.prepared import verify_shards
 
     raise typer.Exit(verify_shards(folder))
 
@@ -52,12 +52,55 @@ def verify(folder: ShardFolder) -> None:
 @group.command()
 def inspect(
     folder: ShardFolder,
-    sequence: Annotated[int | None, typer.Option("--sequence", min=0, help="Decode this sequence.")] = None,
+    sequence: Annotated[int | None, typer.Option("--sequence", min=0, help="Show this sequence.")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Tokenizer file, to decode with.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Save the histogram of lengths (PNG).")
+    ] = None,
 ) -> None:
     """Show what a split holds: counts, sources, lengths; with --sequence, its text."""
-    from calm_scale.stages.prep import inspect_shards
+    from calm_scale.stages.prepared import inspect_shards
 
-    raise typer.Exit(inspect_shards(folder, sequence, tokenizer))
+    raise typer.Exit(inspect_shards(folder, sequence, tokenizer, picture))
+
+
+@group.command()
+def compress(folder: ShardFolder) -> None:
+    """Replace a split's shards by their zstd form, which trains as it is."""
+    from calm_scale.stages.prepared import compress_shards
+
+    raise typer.Exit(compress_shards(folder))
+
+
+@group.command()
+def expand(folder: ShardFolder) -> None:
+    """Bring compressed shards back to their plain form."""
+    from calm_scale.stages.prepared import expand_shards
+
+    raise typer.Exit(expand_shards(folder))
+
+
+@group.command("export-megatron")
+def export_megatron(
+    folder: ShardFolder,
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="Writes PREFIX.bin and .idx.")],
+) -> None:
+    """Write a split as a Megatron indexed dataset."""
+    from calm_scale.stages.prepared import export_pair
+
+    raise typer.Exit(export_pair(folder, prefix))
+
+
+@group.command("import-megatron")
+def import_megatron(
+    config: ConfigFile,
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="Reads PREFIX.bin and PREFIX.idx.")],
+    set_: Overrides = None,
+    split: Annotated[str, typer.Option("--split", help="train, autoencoder or heldout.")] = "train",
+) -> None:
+    """Repack a Megatron indexed dataset into a run's split, without tokenizing again."""
+    from calm_scale.stages.prepared import import_pair
+
+    raise typer.Exit(import_pair(load(config, set_ or ()), prefix, split))

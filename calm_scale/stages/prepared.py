@@ -1,0 +1,93 @@
+"""`calm-scale prep verify | inspect | compress | expand | export-megatron | import-megatron`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config.data import TokenizerConfig
+from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
+
+
+def verify_shards(folder: Path) -> int:
+    """Check a split, or every split of a data folder; 1 when anything is wrong."""
+    from data_prep.verify import verify_tree
+
+    found = verify_tree(folder)
+    console = Console(highlight=False, soft_wrap=True)
+    for one in found:
+        verdict = "whole" if one.ok else "DAMAGED"
+        console.print(
+            f"{one.directory}: {verdict} · {one.num_shards:,} shards · {one.num_tokens:,} tokens",
+            markup=False,
+        )
+        for problem in one.problems:
+            console.print(f"  {problem}", markup=False)
+    return EXIT_OK if all(one.ok for one in found) else EXIT_ERROR
+
+
+def inspect_shards(
+    folder: Path, sequence: int | None = None, tokenizer: Path | None = None, picture: Path | None = None
+) -> int:
+    """Print what a split holds; one sequence's text; the histogram of document lengths as a picture."""
+    from data_prep.inspection import draw_lengths, read_sequence, show_split
+    from data_prep.tokenizer import load_tokenizer
+
+    console = Console(highlight=False)
+    if sequence is None:
+        show_split(folder, console)
+    else:
+        decoder = load_tokenizer(TokenizerConfig(), tokenizer) if tokenizer else None
+        stored = read_sequence(folder, sequence, decoder)
+        console.print(f"sequence {stored.index} · {stored.shard.name} · from {stored.source}", markup=False)
+        shown = stored.text if stored.text is not None else " ".join(map(str, stored.ids))
+        console.print(shown, markup=False, soft_wrap=True)
+    if picture is not None:
+        console.print(f"picture: {draw_lengths(folder, picture)}", soft_wrap=True)
+    return EXIT_OK
+
+
+def compress_shards(folder: Path) -> int:
+    """Replace the shards of a split by their zstd form, which trains as it is."""
+    from data_prep.cold import compress_split
+
+    manifest = compress_split(folder)
+    Console(highlight=False).print(f"{folder}: {len(manifest.shards)} shards compressed", soft_wrap=True)
+    return EXIT_OK
+
+
+def expand_shards(folder: Path) -> int:
+    """The reverse of ``compress_shards``; the bytes are checked."""
+    from data_prep.cold import expand_split
+
+    manifest = expand_split(folder)
+    Console(highlight=False).print(f"{folder}: {len(manifest.shards)} shards expanded", soft_wrap=True)
+    return EXIT_OK
+
+
+def export_pair(folder: Path, prefix: Path) -> int:
+    """Write a split as Megatron's ``.bin``/``.idx`` pair."""
+    from data_prep.megatron_format import export_megatron
+
+    count = export_megatron(folder, prefix)
+    Console(highlight=False).print(f"{count:,} sequences written to {prefix}.bin and .idx", soft_wrap=True)
+    return EXIT_OK
+
+
+def import_pair(config: RunConfig, prefix: Path, split: str) -> int:
+    """Repack a Megatron ``.bin``/``.idx`` pair into a split of a run, without tokenizing again."""
+    from data_prep.megatron_format import import_megatron
+    from data_prep.tokenizer import load_tokenizer
+
+    if config.prep is None:
+        raise ConfigError(f"run {config.name}: there is no `prep` section, which says how to pack")
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
+    manifest = import_megatron(
+        prefix, config.data_dir, tokenizer, config.prep, vocab_size=config.vocab_size, split=split
+    )
+    Console(highlight=False).print(
+        f"{manifest.num_sequences:,} sequences in {config.data_dir / split}", soft_wrap=True
+    )
+    return EXIT_OK
