@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from calm_scale.sampling.batch import SamplingError, choose, take
+from calm_scale.sampling.draws import draw_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +120,7 @@ def complete_heads(
     while spent < budget and not bool(agreed.all()):
         rows = (~agreed).nonzero()[:, 0]
         number = min(num_candidates, budget - spent)
-        candidates = model.draw(hidden[rows], number, generator)
+        candidates = draw_rows(model, hidden[rows], number, generator)
         spent, draws = spent + number, draws + number * len(rows)
         fits = (candidates == want[rows]) | free[rows]
         agree = fits.all(-1)  # [N, r]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from calm_scale.sampling.batch import SamplingError, choose, exponent, take
+from calm_scale.sampling.draws import draw_rows
 from calm_scale.sampling.exact import sample_exact
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from calm_scale.lm.patch_model import PatchModel
 
 Algorithm = Literal["plain", "exact", "batch"]
-_DRAW_ELEMENTS = 1 << 28
+_ROWS = 1024  # rows tempered together
 
 
 class TemperatureSettings(Protocol):
@@ -102,21 +103,22 @@ class TemperedModel:
         """Ids ``[num_samples, ..., K]``, independent samples at this temperature for hidden ``[..., d]``."""
         if self.algorithm == "plain":
             self.tally.add(num_samples * hidden[..., 0].numel(), num_samples * hidden[..., 0].numel(), 0)
-            return self.model.draw(hidden, num_samples, generator)
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        rows = rows.expand(num_samples, *rows.shape).reshape(-1, rows.shape[-1])
-        pieces = [self._tempered(part, generator) for part in rows.split(self._rows_at_once())]
-        drawn = torch.cat(pieces) if pieces else rows.new_empty(0, self.patch_size).long()
+            drawn = draw_rows(self.model, hidden.flatten(0, -2), num_samples, generator)
+        else:
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            rows = rows.expand(num_samples, *rows.shape).reshape(-1, rows.shape[-1])
+            pieces = [self._tempered(part, generator) for part in rows.split(_ROWS)]
+            drawn = torch.cat(pieces)
         return drawn.reshape(num_samples, *hidden.shape[:-1], self.patch_size)
 
     def _tempered(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         if self.algorithm == "batch":
-            candidates = self.model.draw(rows, self.num_candidates, generator)
+            candidates = draw_rows(self.model, rows, self.num_candidates, generator)
             choice = choose(candidates, self.temperature, self.vocab_size, generator)
             self.tally.add(len(rows), self.num_candidates * len(rows), choice.num_fallbacks(self._at.n))
             return take(candidates, choice.index)
         result = sample_exact(
-            lambda index, number: self.model.draw(rows[index], number, generator),
+            lambda index, number: draw_rows(self.model, rows[index], number, generator),
             len(rows),
             self.temperature,
             self.vocab_size,
@@ -126,10 +128,3 @@ class TemperedModel:
         )
         self.tally.add(len(rows), result.made, int(result.fell_back.sum()))
         return result.patches
-
-    def _rows_at_once(self) -> int:
-        """Bounds the logits alive in one draw; depends on the settings alone, so a seed means the same text."""
-        per_row = (
-            (self.num_candidates if self.algorithm == "batch" else 64) * self.patch_size * self.vocab_size
-        )
-        return max(1, _DRAW_ELEMENTS // per_row)

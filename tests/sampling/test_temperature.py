@@ -8,6 +8,7 @@ from scipy import stats
 
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.sampling.batch import SamplingError, choose, distinct, exponent, log_weights, take
+from calm_scale.sampling.draws import draw_rows
 from calm_scale.sampling.exact import expected_draws, sample_exact
 from calm_scale.sampling.temperature import TemperedModel
 
@@ -201,3 +202,22 @@ def test_temperature_is_read_as_a_fraction():
     for wrong in ("1/0", "a/b", "3/2", "0/1"):
         with pytest.raises(ValueError, match="temperature"):
             GenerationConfig(temperature=wrong)
+
+
+def test_draws_in_pieces_keep_their_rows_and_bound(law_model, generator, monkeypatch):
+    """Rows with point laws: every piece's samples land in their own row, and no piece passes the limit."""
+    monkeypatch.setattr("calm_scale.sampling.draws._LOGITS", 24)
+    model = law_model(3, 1)
+    sizes = []
+    whole = model.draw
+
+    def draw(hidden, number, g):
+        sizes.append(number * len(hidden) * 3)
+        return whole(hidden, number, g)
+
+    model.draw = draw
+    rows = torch.eye(3).double()[[0, 1, 2, 1, 0]]
+    for number in (3, 20):
+        drawn = draw_rows(model, rows, number, generator)
+        assert drawn[..., 0].tolist() == [[0, 1, 2, 1, 0]] * number
+    assert max(sizes) <= 24
