@@ -56,6 +56,14 @@ def _feistel(
     return (left << shift) | right
 
 
+def _distinct(epochs: NDArray[np.int64]) -> list[int]:
+    """The epochs a batch touches; nearly always one."""
+    if not epochs.size:
+        return []
+    first, last = int(epochs.min()), int(epochs.max())
+    return [first] if first == last else [int(e) for e in np.unique(epochs)]
+
+
 class SampleOrder:
     """Index of the sample at each position of the infinite stream of epochs.
 
@@ -80,7 +88,7 @@ class SampleOrder:
         flat = index.reshape(-1).astype(np.int64)
         epochs, positions = np.divmod(flat, self.num_samples)
         samples = np.empty(flat.shape, np.int64)
-        for epoch in np.unique(epochs):
+        for epoch in _distinct(epochs):
             here = epochs == epoch
             samples[here] = permute(
                 positions[here].astype(np.uint64), self.num_samples, self.seed, int(epoch)
@@ -127,7 +135,7 @@ class MixtureOrder:
         flat = index.reshape(-1).astype(np.int64)
         epochs, positions = np.divmod(flat, self.num_samples)
         samples = np.empty(flat.shape, np.int64)
-        for epoch in np.unique(epochs):
+        for epoch in _distinct(epochs):
             here = np.flatnonzero(epochs == epoch)
             slots = permute(positions[here].astype(np.uint64), self.num_samples, self.seed, int(epoch))
             samples[here] = self._of_slots(slots.astype(np.int64), int(epoch))

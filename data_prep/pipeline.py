@@ -217,8 +217,6 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
         quarantine=rejected,
     )
     report.write()
-    log_event(
-        journal.data_dir, "done", documents=report.documents, tokens=report.tokens, seconds=report.seconds
-    )
+    log_event(journal.data_dir, "done", **report.model_dump(mode="json", exclude={"splits", "data_dir"}))
     shutil.rmtree(journal.data_dir / WORK_FOLDER, ignore_errors=True)
     return report

@@ -58,11 +58,13 @@ def verify_split(
 
 
 def verify_tree(directory: Path) -> list[Verification]:
-    """Verify a split's folder, or every split of a data folder.
+    """Verify a split's folder, or every split of a data or run folder.
 
     Raises:
         ShardError: there is no split in it.
     """
+    if (directory / "data" / MANIFEST_NAME).exists():
+        directory = directory / "data"
     if (directory / MANIFEST_NAME).exists() and not any(directory.glob(f"*/{MANIFEST_NAME}")):
         return [verify_split(directory)]
     splits = sorted(path.parent for path in directory.glob(f"*/{MANIFEST_NAME}"))

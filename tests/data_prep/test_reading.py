@@ -125,7 +125,8 @@ def test_verify_finds_a_flipped_bit_and_nothing_else(prepared: RunConfig) -> Non
     assert "do not fit their checksum" in problems[0]
     assert shard.name in problems[0]
     with pytest.raises(ShardError, match="no prepared split"):
-        verify_tree(split.parent.parent)
+        verify_tree(split.parent.parent.parent)
+    assert not all(v.ok for v in verify_tree(prepared.workdir))
 
 
 def test_the_cold_form_trains_directly_and_expands_to_the_same_bytes(prepared: RunConfig) -> None:
