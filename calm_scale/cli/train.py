@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calm_scale.cli.options import ConfigFile, DryRun, NumRanks, Overrides
-from calm_scale.config import load
+from calm_scale.config import RunConfig, load
+
+if TYPE_CHECKING:
+    from calm_scale.stages.launch import Stage
 
 Accept = Annotated[
     list[str] | None,
@@ -40,19 +43,7 @@ def train_ae(
     dry_run: DryRun = False,
 ) -> None:
     """Train the patch autoencoder under DeepSpeed ZeRO, then export it."""
-    from calm_scale.stages import launch
-    from calm_scale.stages.dry_run import dry_run as print_dry_run
-
-    resolved = load(config, set_ or ())
-    if dry_run:
-        raise typer.Exit(print_dry_run(resolved, "autoencoder", nproc))
-    ranks = nproc or launch.default_ranks(resolved, "autoencoder")
-    code = launch.spawn_if_needed(ranks)
-    if code is None:
-        from calm_scale.stages.autoencoder import train_autoencoder
-
-        code = train_autoencoder(resolved, accept or [])
-    raise typer.Exit(code)
+    raise typer.Exit(_train("autoencoder", load(config, set_ or ()), nproc, accept or [], dry_run))
 
 
 def train_lm(
@@ -63,16 +54,22 @@ def train_lm(
     dry_run: DryRun = False,
 ) -> None:
     """Train the language model (CALM or the autoregressive baseline) on Megatron-core."""
+    raise typer.Exit(_train("lm", load(config, set_ or ()), nproc, accept or [], dry_run))
+
+
+def _train(stage: Stage, config: RunConfig, nproc: int | None, accept: list[str], dry_run: bool) -> int:
     from calm_scale.stages import launch
     from calm_scale.stages.dry_run import dry_run as print_dry_run
 
-    resolved = load(config, set_ or ())
     if dry_run:
-        raise typer.Exit(print_dry_run(resolved, "lm", nproc))
-    ranks = nproc or launch.default_ranks(resolved, "lm")
-    code = launch.spawn_if_needed(ranks)
-    if code is None:
-        from calm_scale.stages.lm import train_lm as run
+        return print_dry_run(config, stage, nproc)
+    code = launch.spawn_if_needed(nproc or launch.default_ranks(config, stage))
+    if code is not None:
+        return code
+    if stage == "autoencoder":
+        from calm_scale.stages.autoencoder import train_autoencoder
 
-        code = run(resolved, accept or [])
-    raise typer.Exit(code)
+        return train_autoencoder(config, accept)
+    from calm_scale.stages.lm import train_lm as train_language_model
+
+    return train_language_model(config, accept)
