@@ -9,13 +9,17 @@ from typing import Literal
 from calm_scale.accounting.activations import FP32, element
 from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.backbone_model import is_autoregressive, lm_of
-from calm_scale.accounting.components import parameters_of
+from calm_scale.accounting.components import Component, parameters_of
 from calm_scale.accounting.sharding import StageParameters, stage_parameters
 from calm_scale.config.base import ConfigError
 from calm_scale.config.run import RunConfig
 
 Group = Literal["tensor", "pipeline", "data"]
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+
+
+PERSISTED = 100_000
+"""DeepSpeed keeps weights of up to so many elements whole on every rank under ZeRO 3."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +67,36 @@ def language_model(config: RunConfig, data_parallel: int) -> list[list[Traffic]]
 def autoencoder(config: RunConfig, world_size: int) -> list[Traffic]:
     """Traffic of one rank of autoencoder training in one step; fp32 gradients and weights.
 
-    ZeRO 0 to 2 reduce the gradients once a step, 1 and 2 gather the updated weights; ZeRO 3 gathers the weights
-    for every forward and backward pass of every micro-batch and scatters the gradients after each of them.
+    ZeRO 0 and 1 reduce the gradients once a step, 2 and 3 after every micro-batch; 1 and 2 gather the updated
+    weights. ZeRO 3 gathers its large weights once for every micro-batch and its small ones after the update.
     """
     stage = config.autoencoder
     if stage is None:
         raise ConfigError(f"run '{config.name}' has no `autoencoder` section: nothing to train")
     if world_size == 1:
         return []
-    whole = FP32 * parameters_of(autoencoder_components(config))
-    passes = stage.training.accumulation(world_size)
+    components = autoencoder_components(config)
+    whole = FP32 * parameters_of(components)
+    passes, zero = stage.training.accumulation(world_size), stage.zero.stage
+    reductions = passes if zero >= 2 else 1
+    reduce: Operation = "reduce_scatter" if zero == 3 else "all_reduce"
+    found = [Traffic("data", world_size, reduce, "gradients", reductions, reductions * whole)]
+    if zero in (1, 2):
+        found.append(Traffic("data", world_size, "all_gather", "weights", 1, whole))
+    if zero == 3:
+        large = FP32 * sum(size for size in _tensor_sizes(components) if size > PERSISTED)
+        found.append(Traffic("data", world_size, "all_gather", "large weights", passes, passes * large))
+        found.append(Traffic("data", world_size, "all_gather", "small weights", 1, whole - large))
+    return found
 
-    def data(operation: Operation, what: str, times: int) -> Traffic:
-        return Traffic("data", world_size, operation, what, times, whole * times)
 
-    if stage.zero.stage == 0:
-        return [data("all_reduce", "gradients", 1)]
-    if stage.zero.stage == 3:
-        return [data("all_gather", "weights", 2 * passes), data("reduce_scatter", "gradients", passes)]
-    reductions = passes if stage.zero.stage == 2 else 1
-    return [data("reduce_scatter", "gradients", reductions), data("all_gather", "weights", 1)]
+def _tensor_sizes(components: Iterable[Component]) -> Iterable[int]:
+    """Elements of the weight tensors: gate and up are two, biases are their own."""
+    for c in components:
+        if c.name.endswith("gate_up"):
+            yield from (c.parameters // 2, c.parameters // 2)
+        else:
+            yield c.parameters
 
 
 def wire_bytes(traffic: Iterable[Traffic], group: Group) -> float:

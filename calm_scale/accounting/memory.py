@@ -16,6 +16,8 @@ from calm_scale.config.run import RunConfig
 
 ADAM_STATES = 2
 _MAX_BUCKET = 500_000_000
+_MIN_ROWS = 64
+_SLICE_ELEMENTS: dict[Kernels, int] = {"local": 1 << 20, "fused": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -61,26 +63,31 @@ def language_model(
     return [_stage(config, held, data_parallel, kernels, micro_batches) for held in stage_parameters(config)]
 
 
-def autoencoder(config: RunConfig, world_size: int) -> Memory:
-    """Memory per rank of autoencoder training: weights, gradients and reduction in fp32, ZeRO stage as configured."""
+def autoencoder(config: RunConfig, world_size: int, *, kernels: Kernels = "fused") -> Memory:
+    """Memory per rank of autoencoder training at its fullest moment: fp32 weights, gradients and reduction.
+
+    ZeRO 1 to 3 keep a second, partitioned copy of the weights for the optimizer. ZeRO 3 gathers weights and, at
+    DeepSpeed's reuse distance of 10⁹ parameters, holds a model of this size whole until its backward pass ends.
+    """
     stage = config.autoencoder
     if stage is None:
         raise ConfigError(f"run '{config.name}' has no `autoencoder` section: nothing to train")
     count, zero = parameters_of(autoencoder_components(config)), stage.zero.stage
-    shards = {name: world_size if zero >= level else 1 for level, name in enumerate(("o", "g", "w"), start=1)}
-    offloaded = stage.zero.offload == "cpu"
-    bucket = min(_MAX_BUCKET, count) if zero else 0
+    share = FP32 * count / world_size
+    mixed = stage.training.precision == "bf16"
+    w = 2 if mixed else FP32
+    whole_states = ADAM_STATES * FP32 * count if zero == 0 else (1 + ADAM_STATES) * share
     positions = stage.patches * stage.training.micro_batch
-    w = 2 if stage.training.precision == "bf16" else FP32
     return Memory(
         stage=0,
-        weights=FP32 * count / shards["w"],
-        gradients=FP32 * count / shards["g"],
-        optimizer=0.0 if offloaded else ADAM_STATES * FP32 * count / shards["o"],
+        weights=FP32 * count + (share if zero == 3 else 0.0),
+        gradients=share if zero >= 2 else FP32 * count,
+        optimizer=0.0 if stage.zero.offload == "cpu" else whole_states,
         frozen=0.0,
         activations=positions * _autoencoder_kept(config, w),
-        output=positions * config.patch_size * config.vocab_size * (w + 2 * FP32),
-        buffers=FP32 * bucket * (2 if world_size > 1 else 0),
+        output=_cross_entropy(config, positions, kernels, w),
+        # The reduction bucket (ZeRO 2 has freed it by then), and autocast's bf16 copies of the weights.
+        buffers=FP32 * min(_MAX_BUCKET, count) * (zero in (1, 3)) + 2 * count * mixed,
     )
 
 
@@ -131,10 +138,23 @@ def _boundary(config: RunConfig, positions: int) -> float:
     return 2.0 * element(lm) * lm.backbone.hidden_size * positions / sequence
 
 
+def _cross_entropy(config: RunConfig, positions: int, kernels: Kernels, w: int) -> float:
+    """The sliced loss: three fp32 copies of one slice of logits (bf16: two halves more), the table's gradient."""
+    rows, vocab_size = positions * config.patch_size, config.vocab_size
+    budget = max(_MIN_ROWS, _SLICE_ELEMENTS[kernels] // vocab_size)
+    logit = 3 * FP32 + (2 * w if w != FP32 else 0)
+    return float(logit * min(rows, budget) * vocab_size + FP32 * vocab_size * model_of(config).hidden_size)
+
+
 def _autoencoder_kept(config: RunConfig, w: int) -> float:
-    """Bytes kept per patch by encoder and decoder: per block norm (fp32), its output and four FFN tensors."""
-    model, k = model_of(config), config.patch_size
+    """Bytes kept per patch by encoder and decoder.
+
+    Per block: norm (two fp32 vectors), its output once in fp32 or twice in bf16, four FFN tensors. Then the inputs
+    of the other linear maps, the norms in front of latent and logits, the posterior's terms, the loss's gradient.
+    """
+    model, k, latent = model_of(config), config.patch_size, config.latent_size
     a, f = model.hidden_size, model.ffn_size
-    block = 2 * FP32 * a + w * a + 4 * w * f
     rows = (model.encoder_layers + model.decoder_layers) / 2 * (k + 1)
-    return rows * block + w * (3 * k * a + 4 * a) + (2 * FP32 * a) * (k + 1) + 6 * FP32 * config.latent_size
+    blocks = rows * (3 * FP32 * a + 4 * w * f + FP32)
+    maps = w * (2 * k * a + 2 * a + latent)
+    return blocks + maps + 2 * FP32 * a * (k + 1) + 6.5 * FP32 * latent

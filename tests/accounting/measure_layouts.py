@@ -38,9 +38,9 @@ OPERATIONS = {
 
 
 class Collectives(TorchDispatchMode):
-    """Bytes by (group, operation): the full tensor of every call."""
+    """Bytes by (group, operation): the full tensor of every call. A group of None takes all that is left."""
 
-    def __init__(self, groups: dict[str, dist.ProcessGroup]) -> None:
+    def __init__(self, groups: dict[str, dist.ProcessGroup | None]) -> None:
         super().__init__()
         self.groups = groups
         self.bytes: dict[str, int] = defaultdict(int)
@@ -55,7 +55,7 @@ class Collectives(TorchDispatchMode):
             group = dist.ProcessGroup.unbox(boxed)
             if group.size() == 1:
                 return func(*args, **(kwargs or {}))
-            names = (k for k, g in self.groups.items() if g.group_name == group.group_name)
+            names = (k for k, g in self.groups.items() if g is None or g.group_name == group.group_name)
             label = next(names, "other")
             label = "pipeline" if operation == "send" else label
             key = f"{label}/{operation}"
@@ -149,9 +149,42 @@ def measure(config: RunConfig, world: World) -> dict[str, Any]:
     }
 
 
+def measure_autoencoder(config: RunConfig, world: World) -> dict[str, Any]:
+    """The same for autoencoder training under ZeRO."""
+    from calm_scale.training.deepspeed_engine import DeepSpeedEngine
+
+    stage = config.autoencoder
+    assert stage is not None
+    nothing = torch.nn.Module()
+    before = held_between_steps(nothing)  # DeepSpeed lets go of no engine
+    engine = DeepSpeedEngine(
+        stage, vocab_size=config.vocab_size, patch_size=config.patch_size, seed=0, world=world
+    )
+    shape = (stage.training.accumulation(world.world_size), stage.training.micro_batch)
+    tokens = torch.randint(0, config.vocab_size, (*shape, stage.patches * config.patch_size))
+    ids = torch.arange(tokens[..., 0].numel()).view(shape)
+    engine.train_step(Batch(0, tokens, ids), 1e-3)
+    static = held_between_steps(nothing) - before - tokens.untyped_storage().nbytes()
+    with LiveBytes() as memory:
+        engine.train_step(Batch(1, tokens, ids), 1e-3)
+    with Collectives({"data": None}) as seen:
+        engine.train_step(Batch(2, tokens, ids), 1e-3)
+    return {
+        "name": config.name,
+        "rank": world.rank,
+        "static": static,
+        "peak": memory.peak,
+        "bytes": dict(seen.bytes),
+        "calls": dict(seen.calls),
+    }
+
+
 if __name__ == "__main__":
     here = init_world("cpu")
     for path in sys.argv[1:]:
-        print("measured", json.dumps(measure(load(path), here)), flush=True)
+        found = load(path)
+        work = measure if found.lm is not None else measure_autoencoder
+        sys.stdout.write(f"measured {json.dumps(work(found, here))}\n")  # one write: ranks share the pipe
+        sys.stdout.flush()
         gc.collect()
     here.close()

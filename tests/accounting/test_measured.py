@@ -92,6 +92,34 @@ def check(config: RunConfig, records: list[dict[str, Any]], num_ranks: int) -> N
             assert sent[key] == pytest.approx(count, rel=1e-3, abs=512), (key, record)
 
 
+def zero_configuration(level: int, precision: str, vocab_size: int) -> RunConfig:
+    training = {"steps": 5, "global_batch": 8, "micro_batch": 2, "precision": precision}
+    stage = {
+        "patches": 512,
+        "model": {"hidden_size": 64, "ffn_size": 160, "latent_size": 32},
+        "training": training,
+        "zero": {"stage": level},
+    }
+    return RunConfig.model_validate({"name": f"zero{level}", "vocab_size": vocab_size, "autoencoder": stage})
+
+
+@pytest.mark.ranks
+def test_autoencoder_under_zero(tmp_path: Path) -> None:
+    # 2003 · 64 weights are more than DeepSpeed keeps whole under ZeRO 3.
+    cases = ((0, "bf16", 515), (1, "fp32", 515), (2, "fp32", 515), (3, "fp32", 2003))
+    configs = [zero_configuration(*case) for case in cases]
+    found = measure(configs, 2, tmp_path)
+    for config in configs:
+        expected = memory.autoencoder(config, 2, kernels="local").total
+        traffic = communication.autoencoder(config, 2)
+        for record in found[config.name]:
+            assert expected == pytest.approx(record["static"] + record["peak"], rel=0.10), record
+            for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+                sent = sum(item.bytes for item in traffic if item.operation == operation)
+                # Losses and norms, a few numbers, are reduced beside the tensors.
+                assert sent == pytest.approx(record["bytes"].get(f"data/{operation}", 0), abs=64), record
+
+
 @pytest.mark.ranks
 def test_two_ranks(make_tiny: MakeRun, tmp_path: Path) -> None:
     configs = [configuration(make_tiny, name, parallel) for name, parallel in LAYOUTS.items()]
