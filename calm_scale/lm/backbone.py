@@ -19,16 +19,27 @@ if TYPE_CHECKING:
 
 
 def build_backbone(
-    config: TransformerConfig, *, pre_process: bool, post_process: bool, vp_stage: int | None
+    config: TransformerConfig,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    for_inference: bool = False,
 ) -> TransformerBlock:
-    """This stage's layers, and the final norm on the last stage. Hidden states are [s, b, d]."""
+    """This stage's layers, and the final norm on the last stage. Hidden states are [s, b, d].
+
+    On a GPU with Transformer Engine its layers are used for training; inference takes the local ones, whose
+    attention can read a key-value cache. Both have the same weights under the same checkpoint keys.
+    """
     from megatron.core.transformer.transformer_block import (
         TransformerBlock,
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
 
-    spec = _transformer_engine_layer() if _use_transformer_engine(config) else local_layer()
+    spec = (
+        local_layer() if for_inference or not _has_transformer_engine(config) else transformer_engine_layer()
+    )
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlock(
         config=config,
@@ -73,6 +84,18 @@ def local_layer() -> ModuleSpec:
     )
 
 
+def transformer_engine_layer() -> ModuleSpec:
+    """Transformer Engine's fused layers. Their norms live inside the linear layers; the keys say where they belong."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    spec.submodules.sharded_state_dict_keys_map = {
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    }
+    return spec
+
+
 class Rotary(nn.Module):
     """Rotary angles [positions, 1, 1, d_h] for Megatron's attention (rotate-half form). Holds no parameters.
 
@@ -98,15 +121,16 @@ class Rotary(nn.Module):
 
 
 def core_attentions(backbone: TransformerBlock) -> list[SdpaCoreAttention]:
-    """The attention of every layer here, in order."""
-    return [layer.self_attention.core_attention for layer in backbone.layers]
+    """The attention of every layer here, in order.
+
+    Raises:
+        TypeError: these layers keep no key-value cache.
+    """
+    found = [layer.self_attention.core_attention for layer in backbone.layers]
+    if not all(isinstance(attention, SdpaCoreAttention) for attention in found):
+        raise TypeError("these layers keep no key-value cache: build the model for inference")
+    return found
 
 
-def _use_transformer_engine(config: TransformerConfig) -> bool:
+def _has_transformer_engine(config: TransformerConfig) -> bool:
     return not config.use_cpu_initialization and importlib.util.find_spec("transformer_engine") is not None
-
-
-def _transformer_engine_layer() -> ModuleSpec:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    return get_gpt_layer_with_transformer_engine_spec()

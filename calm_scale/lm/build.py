@@ -27,7 +27,9 @@ def language_model_stage(run: RunConfig) -> LMStage:
     return run.lm
 
 
-def build_models(run: RunConfig, layout: Layout, precision: Precision | None = None) -> list[CalmModel]:
+def build_models(
+    run: RunConfig, layout: Layout, precision: Precision | None = None, *, for_inference: bool = False
+) -> list[CalmModel]:
     """This rank's stages (one, or one per virtual stage), on the layout's device, with their initial weights.
 
     The weights depend on the run's seed and are the same tensors in every layout.
@@ -51,6 +53,7 @@ def build_models(run: RunConfig, layout: Layout, precision: Precision | None = N
             post_process=last,
             vp_stage=vp_stage,
             device=layout.device,
+            for_inference=for_inference,
         )
         models.append(model.to(layout.device))
     mark_tensor_parallel(models)

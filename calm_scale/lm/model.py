@@ -55,6 +55,7 @@ class CalmModel(nn.Module):
         post_process: bool,
         vp_stage: int | None,
         device: torch.device,
+        for_inference: bool = False,
     ) -> None:
         from megatron.core.enums import ModelType
 
@@ -80,7 +81,11 @@ class CalmModel(nn.Module):
                 config, run.vocab_size, run.patch_size, run.latent_size, stage.input_mode
             )
         self.decoder = build_backbone(
-            config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+            config,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            for_inference=for_inference,
         )
         self.head: nn.Module | None = None
         if post_process:

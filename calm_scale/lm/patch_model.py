@@ -182,7 +182,7 @@ def load_patch_model(
     single, layout = single_rank_layout(run, world)
     if precision is None and world.device.type == "cpu":
         precision = "fp32"
-    models = build_models(single, layout, precision)
+    models = build_models(single, layout, precision, for_inference=True)
     read_weights(models, directory)
     return MegatronPatchModel(models[0], single, codec)
 

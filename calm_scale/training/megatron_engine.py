@@ -210,8 +210,6 @@ def _connect(models: Sequence[CalmModel], chunks: Sequence[Any], layout: Layout)
     no_sync = [chunk.no_sync for chunk in chunks]
     config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     config.finalize_model_grads_func = finalize_gradients(layout)
-    if chunks[0].ddp_config.overlap_grad_reduce and len(chunks) > 1:
-        config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
 
 
 def _check(run: RunConfig, layout: Layout, codec: LatentCodec | None) -> None:

@@ -49,7 +49,7 @@ def tiny_run(
     }
 
 
-def run_ranks(world_size: int, cases: Sequence[dict[str, Any]], out: Path, timeout: float = 240) -> None:
+def run_ranks(world_size: int, cases: Sequence[dict[str, Any]], out: Path, timeout: float = 420) -> None:
     """Run the cases on ``world_size`` gloo ranks; every rank must succeed within the limit."""
     path = out / f"cases_{world_size}_{cases[0]['name']}.json"
     path.write_text(json.dumps(list(cases)))

@@ -16,7 +16,9 @@ from rank_program import FixedCodec
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm.build import build_models
-from calm_scale.lm.patch_model import MegatronPatchModel, single_rank_layout
+from calm_scale.lm.patch_model import MegatronPatchModel, load_patch_model, single_rank_layout
+from calm_scale.lm.pieces import pieces_of
+from calm_scale.lm.sharded import CheckpointMismatchError
 
 
 class Codec(FixedCodec):
@@ -157,3 +159,32 @@ def test_padded_rows_are_as_if_they_were_not_there(world: Any, tmp_path: Path) -
     output.linear.weight = torch.nn.Parameter(torch.cat([output.linear.weight, torch.full((3, 32), 50.0)]))
     torch.testing.assert_close(output.loss(hidden, targets), loss)
     assert model.log_probs(hidden[0, 0]).shape == (101,)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("saved", "base"), [("again_tp2pp2_from_one", "half_one"), ("ckpt_tp2_head", "ckpt_tp2_head")]
+)
+def test_a_checkpoint_of_any_layout_is_one_model(reports: Any, world: Any, saved: str, base: str) -> None:
+    model = load_patch_model(run_of(tensor=2, pipeline=2), reports.out / saved, world, Codec(101))
+    stored = reports.tensors(base)
+    for piece in pieces_of([model._model]):
+        assert torch.equal(piece.of(piece.parameter), piece.cut(stored[f"model.{piece.key}"]))
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_a_bf16_checkpoint_is_read_in_fp32_on_a_cpu(reports: Any, world: Any) -> None:
+    run = run_of(training={"precision": "bf16"})
+    model = load_patch_model(run, reports.out / "ckpt_dp2_bf16", world, Codec(101))
+    hidden = model.hidden(tokens_of(model, 1, 8))
+    assert hidden.dtype == torch.float32
+    assert torch.isfinite(hidden).all()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_another_model_is_not_loaded(reports: Any, world: Any) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"head\.linear"):
+        load_patch_model(run_of(head={"kind": "softmax"}), reports.out / "half_one", world, None)
