@@ -52,7 +52,7 @@ class Ranks:
     processes: list[subprocess.Popen[str]]
     logs: list[Path]
 
-    def wait(self, timeout: float = 60) -> list[int]:
+    def wait(self, timeout: float = 120) -> list[int]:
         deadline = time.monotonic() + timeout
         try:
             return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
@@ -64,7 +64,7 @@ class Ranks:
     def text(self) -> str:
         return "\n".join(log.read_text() for log in self.logs)
 
-    def until(self, condition: Callable[[], Any], timeout: float = 60) -> None:
+    def until(self, condition: Callable[[], Any], timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"waited in vain\n{self.text()}"

@@ -113,10 +113,23 @@ def test_before_the_first_step_of_a_resumed_run(tiny: ModuleType, tmp_path: Path
     assert complete(tmp_path) == [5]
 
 
-def test_during_the_last_step_the_run_is_finished(
+def test_during_the_last_evaluation_the_run_is_not_finished_yet(
     tiny: ModuleType, tmp_path: Path, solo: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kick(monkeypatch, tiny.TinyEngine, "train_step", 12, signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        kick(patch, tiny.TinyEngine, "train_step", 12, signal.SIGTERM)
+        with StopSignals() as stop:
+            outcome = tiny.run(tmp_path, {}, solo, stop)
+    assert (outcome.step, outcome.exit_code) == (12, EXIT_REQUEUE)
+    again = tiny.run(tmp_path, {}, solo)
+    assert (again.step, again.exit_code) == (12, 0)
+    assert "eval/loss" in read_metrics(tmp_path / "metrics.jsonl")[-1]
+
+
+def test_after_the_last_step_the_run_is_finished(
+    tiny: ModuleType, tmp_path: Path, solo: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kick(monkeypatch, tiny.TinyEngine, "save", 3, signal.SIGTERM)
     with StopSignals() as stop:
         outcome = tiny.run(tmp_path, {}, solo, stop)
     assert (outcome.step, outcome.cause, outcome.exit_code) == (12, "finished", 0)

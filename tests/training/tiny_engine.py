@@ -43,7 +43,13 @@ class TinyEngine:
         generator = torch.Generator().manual_seed(0)
         self.embed = torch.nn.Parameter(torch.randn(vocab, width, generator=generator) * 0.1)
         self.out = torch.nn.Parameter(torch.randn(width, vocab, generator=generator) * 0.1)
-        self.optimizer = torch.optim.AdamW([self.embed, self.out], betas=(0.9, 0.95), weight_decay=0.1)
+        self.parameters = {"embed": self.embed, "out": self.out}
+        self.moments = {
+            f"{name}.{kind}": torch.zeros_like(parameter)
+            for name, parameter in self.parameters.items()
+            for kind in ("first", "second")
+        }
+        self.updates = 0
         self.seen: list[list[int]] = []
 
     def _loss(self, batch: Batch, noisy: bool) -> torch.Tensor:
@@ -66,19 +72,27 @@ class TinyEngine:
     def train_step(self, batch: Batch, lr: float) -> StepResult:
         time.sleep(self.slow_step)
         self.seen.append(batch.sample_ids.flatten().tolist())
-        self.optimizer.zero_grad()
         loss = self._loss(batch, noisy=True)
-        loss.backward()
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
         if batch.step in self.bad_steps and self.world.rank == self.world.world_size - 1:
-            self.out.grad[0, 0] = float("inf")
-        for parameter in (self.embed, self.out):
-            parameter.grad = self._mean(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_([self.embed, self.out], 1.0)
+            gradients[1][0, 0] = float("inf")
+        gradients = [self._mean(gradient) for gradient in gradients]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         finite = bool(torch.isfinite(norm))
         if finite:
-            self.optimizer.param_groups[0]["lr"] = lr
-            self.optimizer.step()
+            self._update(gradients, lr, min(1.0, 1.0 / (norm.item() + 1e-6)))
         return StepResult(self._mean(loss.detach().clone()).item(), norm.item(), skipped=not finite)
+
+    @torch.no_grad()
+    def _update(self, gradients: list[torch.Tensor], lr: float, scale: float) -> None:
+        """AdamW by hand: torch's own optimizers import its compiler, seconds for every process."""
+        self.updates += 1
+        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+            first, second = self.moments[f"{name}.first"], self.moments[f"{name}.second"]
+            first.lerp_(gradient * scale, 0.1)
+            second.lerp_((gradient * scale) ** 2, 0.05)
+            direction = first / (1 - 0.9**self.updates) / ((second / (1 - 0.95**self.updates)).sqrt() + 1e-8)
+            parameter.sub_(lr * (direction + 0.1 * parameter))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -89,12 +103,9 @@ class TinyEngine:
         return {"loss": sum(losses) / len(losses)}
 
     def state(self) -> dict[str, torch.Tensor]:
-        state = {"embed": self.embed.detach().clone(), "out": self.out.detach().clone()}
-        for name, parameter in (("embed", self.embed), ("out", self.out)):
-            moments = self.optimizer.state.get(parameter, {})
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                state[f"{name}.{key}"] = moments[key].clone() if key in moments else torch.zeros(())
-        return state
+        parameters = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        state = {name: value.clone() for name, value in (parameters | self.moments).items()}
+        return state | {"updates": torch.tensor(self.updates)}
 
     def _write(self, directory: Path, state: dict[str, torch.Tensor]) -> None:
         mine = {
@@ -117,13 +128,9 @@ class TinyEngine:
         for path in sorted(directory.glob("rank_*.safetensors")):
             state |= load_file(path)
         with torch.no_grad():
-            for name, parameter in (("embed", self.embed), ("out", self.out)):
-                parameter.copy_(state[name])
-                if state[f"{name}.exp_avg"].dim():
-                    moments = {
-                        key: state[f"{name}.{key}"].clone() for key in ("exp_avg", "exp_avg_sq", "step")
-                    }
-                    self.optimizer.state[parameter] = moments
+            for name, value in (self.parameters | self.moments).items():
+                value.copy_(state[name])
+        self.updates = int(state["updates"])
 
     def is_finite(self) -> bool:
         return bool(torch.isfinite(self.embed).all() and torch.isfinite(self.out).all())

@@ -1,0 +1,48 @@
+"""A world of one, threads, and ranks that never come."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from calm_scale.runtime import world as room
+from calm_scale.runtime.threads import threads_per_rank
+from calm_scale.runtime.world import WorldError, init_world
+from launchers.cores import available_cores
+from launchers.environment import RankFacts
+
+
+def alone() -> RankFacts:
+    return RankFacts(0, 1, 0, 1, 0, 1, "127.0.0.1", 29500, "none", None, 0)
+
+
+def test_a_world_of_one_needs_nothing() -> None:
+    world = init_world(device="cpu", facts=alone())
+    assert (world.rank, world.world_size, world.is_first, world.backend) == (0, 1, True, "gloo")
+    assert world.maximum([3, 1]) == [3, 1] and world.agree(True) and not world.agree(False)
+    assert world.gather_objects("a") == ["a"] and world.broadcast_object(5) == 5
+    world.barrier()
+    world.close()
+
+
+def test_threads_are_the_ranks_share_of_the_cores() -> None:
+    cores = available_cores()
+    assert threads_per_rank(1, {}) == cores
+    assert threads_per_rank(2, {}) == max(1, cores // 2)
+    assert threads_per_rank(1, {"OMP_NUM_THREADS": "1"}) == 1
+    assert threads_per_rank(cores, {"OMP_NUM_THREADS": "64"}) == 1
+    init_world(device="cpu", facts=alone())
+    assert torch.get_num_threads() == threads_per_rank(1, os.environ)
+
+
+def test_ranks_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    store.set("calm_scale/0/rank2", "here")
+    monkeypatch.setattr(room, "JOIN_SECONDS", 0.2)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    with pytest.raises(WorldError, match="2 of 4 ranks have not joined after 0 s: 1, 3"):
+        room._roll_call(store, 0, 4)
