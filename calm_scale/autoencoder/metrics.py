@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from calm_scale.autoencoder.model import Autoencoder, at_least_fp32
+from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.autoencoder.objective import clipped_kl, gaussian_kl
 from calm_scale.config.autoencoder import ObjectiveConfig
 from calm_scale.runtime.noise import PositionNoise
@@ -102,14 +101,11 @@ class ReportSums:
         latents = mean
         if self._config.posterior == "gaussian":
             latents = mean + std * noise.normal("posterior", l)
-        logits = model.decode(latents)
-        ce = F.cross_entropy(
-            at_least_fp32(logits.flatten(0, -2)), tokens.flatten(), reduction="none"
-        ).view_as(tokens)
-        hit = logits.argmax(dim=-1) == tokens
+        ce, _ = model.reconstruction(latents, tokens, valid)
+        hit = model.decode_ids(latents) == tokens
         patches = valid.any(dim=-1)
         scalars = [
-            (ce.double() * valid).sum(),
+            ce,
             (clipped_kl(mean, log_std, self._config.kl_floor).double() * patches).sum(),
             valid.sum(),
             patches.sum(),

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from calm_scale.autoencoder.cross_entropy import slice_rows, tied_cross_entropy
 from calm_scale.config.autoencoder import AutoencoderModelConfig
 
 TIED_ALIAS = "decoder.lm_head_weight"
@@ -116,8 +117,24 @@ class Decoder(nn.Module):
         self.expand_layer = nn.Linear(a, patch_size * a)
         self.norm = RMSNorm(a, config.norm_eps)
 
-    def forward(self, latents: torch.Tensor) -> torch.Tensor:
-        """``latents`` [..., l] → logits [..., K, V]."""
+    def forward(
+        self,
+        latents: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        counted: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``latents`` [..., l] → logits [..., K, V].
+
+        With ``targets`` (int64 [..., K]) and ``counted`` (bool [..., K]): the summed cross-entropy and the number
+        of correct argmaxes instead, without holding all logits.
+        """
+        hidden = self._hidden(latents)
+        if targets is None or counted is None:
+            return F.linear(hidden, self.lm_head_weight)
+        return tied_cross_entropy(hidden, self.lm_head_weight, targets, counted)
+
+    def _hidden(self, latents: torch.Tensor) -> torch.Tensor:
+        """[..., l] → [..., K, a]: everything before the vocabulary."""
         x = self.latent_to_hidden(latents)
         half = len(self.decoder_layers) // 2
         for block in self.decoder_layers[:half]:
@@ -125,7 +142,7 @@ class Decoder(nn.Module):
         x = self.expand_layer(x).unflatten(-1, (self.patch_size, -1))
         for block in self.decoder_layers[half:]:
             x = block(x)
-        return F.linear(self.norm(x), self.lm_head_weight)
+        return cast(torch.Tensor, self.norm(x))
 
 
 class Autoencoder(nn.Module):
@@ -162,8 +179,19 @@ class Autoencoder(nn.Module):
         return out
 
     def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:
-        """``latents`` [..., l] → the most likely ids, int64 [..., K]; a tie goes to the lower id."""
-        return self.decode(latents).argmax(dim=-1)
+        """``latents`` [..., l] → the most likely ids, int64 [..., K]. Logits are held for a slice at a time."""
+        rows = latents.flatten(0, -2)
+        step = max(1, slice_rows(self.vocab_size, latents.device.type) // self.patch_size)
+        ids = [self.decode(part).argmax(dim=-1) for part in rows.split(step)]
+        out: torch.Tensor = torch.cat(ids).unflatten(0, latents.shape[:-1])
+        return out
+
+    def reconstruction(
+        self, latents: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed cross-entropy (nats) of counted ``targets`` int64 [..., K], and how many argmaxes are right."""
+        out: tuple[torch.Tensor, torch.Tensor] = self.decoder(latents, targets, counted)
+        return out
 
     def unique_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters, the tied embedding once (under the encoder's name)."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from calm_scale.autoencoder.model import Autoencoder, at_least_fp32
+from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config.autoencoder import ObjectiveConfig
 from calm_scale.runtime.noise import PositionNoise
 
@@ -102,18 +101,13 @@ class TrainingObjective(nn.Module):
             latents = mean if noise.posterior is None else mean + std * noise.posterior
             if noise.kept_latents is not None:
                 latents = latents * noise.kept_latents / (1 - config.latent_dropout)
-            logits = self.autoencoder.decoder(latents)
-        ce = F.cross_entropy(
-            at_least_fp32(logits.flatten(0, -2)), tokens.flatten(), reduction="none"
-        ).view_as(tokens)
-        ce_sum = (ce * valid).sum()
+            ce_sum, correct = self.autoencoder.reconstruction(latents, tokens, valid)
         patches = valid.any(dim=-1)
         kl_sum = (clipped_kl(mean, log_std, config.kl_floor) * patches).sum()
         loss = self.autoencoder.patch_size * token_weight * ce_sum
         if config.kl_weight > 0:
             loss = loss + config.kl_weight * patch_weight * kl_sum
         with torch.no_grad():
-            correct = ((logits.argmax(dim=-1) == tokens) & valid).sum()
             std_sum = (std.mean(dim=-1) * patches).sum()
             sums = torch.stack([value.double() for value in (ce_sum, kl_sum, correct, std_sum)])
         return loss, sums

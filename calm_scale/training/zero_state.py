@@ -72,7 +72,7 @@ class ZeroState:
         self.partitions = self._fp32_partitions()
         for partition in self.partitions:
             moments = {kind: torch.zeros_like(partition) for kind in KINDS[1:]}
-            engine.basic_optimizer.state[partition] = {"step": self._step_value(0), **moments}
+            engine.basic_optimizer.state[partition] = {"step": self._step_value(partition, 0), **moments}
         self._link_moments()
 
     def weight(self, name: str) -> torch.Tensor:
@@ -82,7 +82,7 @@ class ZeroState:
     def set_optimizer_steps(self, count: int) -> None:
         """The number of applied updates, which Adam's bias correction needs."""
         for partition in self.partitions:
-            self._engine.basic_optimizer.state[partition]["step"] = self._step_value(count)
+            self._engine.basic_optimizer.state[partition]["step"] = self._step_value(partition, count)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """This rank's share of the state as host copies, ``"<parameter>/<kind>"``; every rank calls."""
@@ -167,8 +167,9 @@ class ZeroState:
         if self._stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _step_value(self, count: int) -> int | torch.Tensor:
-        return count if self._integer_step else torch.tensor(float(count))
+    def _step_value(self, partition: torch.Tensor, count: int) -> int | torch.Tensor:
+        """Fused AdamW keeps its count beside the parameters, on their device."""
+        return count if self._integer_step else torch.tensor(float(count), device=partition.device)
 
     def _get(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
