@@ -15,9 +15,10 @@ ACTIVITIES = ("load", "train", "eval", "save", "stall")
 class AttemptAccount:
     """One attempt. Steps up to the highest one reached before are replays, whatever the attempt believed.
 
-    ``wall`` runs from its first to its last event. An attempt that was killed wrote no ``stop``: its cause is
-    ``killed``, its wall a lower bound. How far it really came is known from the metrics its successor read:
-    ``steps_unrecorded`` are the steps after its last line, whose tokens and seconds nobody wrote down.
+    ``wall`` runs from its first to its last event, what was timed before the first (loading) included. An attempt
+    that was killed wrote no ``stop``: its cause is ``killed``, its wall a lower bound. How far it really came is
+    known from the metrics its successor read: ``steps_unrecorded`` are the steps after its last line, whose tokens
+    and seconds nobody wrote down.
     """
 
     attempt: int
@@ -156,7 +157,7 @@ def _attempt(number: int, events: Sequence[Event], reached: int, known_later: in
         tokens=last.tokens,
         padding_tokens=last.padding_tokens,
         eval_tokens=last.eval_tokens,
-        wall=last.time - events[0].time,
+        wall=last.time - events[0].time + sum(events[0].seconds.values()),
         seconds=dict(last.seconds),
         world_size=last.world_size,
         device=last.device,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,12 +36,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """An inline SVG and what it shows in words."""
+    """A picture and what it shows in words; drawn as SVG only where a rendering needs it."""
 
     key: str
     title: str
-    svg: str
     alt: str
+    draw: Callable[[], str]
 
 
 @dataclass(frozen=True)

@@ -27,4 +27,4 @@ def to_html(document: Document) -> str:
 
 def data_uri(picture: Picture) -> str:
     """The picture as an image source: its identifiers stay its own, and it can be copied as an image."""
-    return "data:image/svg+xml;base64," + base64.b64encode(picture.svg.encode()).decode()
+    return "data:image/svg+xml;base64," + base64.b64encode(picture.draw().encode()).decode()
