@@ -20,7 +20,7 @@ from calm_scale.autoencoder.metrics import AutoencoderReport, ReportSums
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.autoencoder.objective import SUMS, TrainingObjective, draw_noise, objective_value
 from calm_scale.config.autoencoder import AutoencoderStage
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.base import CalmScaleError, ConfigError
 from calm_scale.config.optimizer import OptimizerConfig
 from calm_scale.runtime.noise import PositionNoise
 from calm_scale.runtime.world import World
@@ -42,6 +42,9 @@ class DeepSpeedEngine:
         world: the ranks. A world of one gets a process group of its own.
         pad_id: token id that is padding (never a target, never counted); None when every token counts.
 
+    Raises:
+        ConfigError: the ranks are not those of ``zero.data``, or the global batch does not divide over them.
+
     Attributes:
         config: the DeepSpeed JSON that is used, for the log and the run folder.
         last_report: the full report of the latest ``evaluate`` (per-dimension σ, noise curve), or None.
@@ -57,6 +60,7 @@ class DeepSpeedEngine:
         world: World,
         pad_id: int | None = None,
     ) -> None:
+        _check_layout(stage, world)
         deepspeed = _import_deepspeed(world)
         self.data_rank, self.data_size = world.rank, world.world_size
         self.last_report: AutoencoderReport | None = None
@@ -213,6 +217,19 @@ class DeepSpeedEngine:
             for name, parameter in whole.unique_parameters():
                 parameter.copy_(self._state.weight(name))
         return whole
+
+
+def _check_layout(stage: AutoencoderStage, world: World) -> None:
+    """Refuse ranks that the configuration does not describe, before anything is started."""
+    if stage.zero.data not in (None, world.world_size):
+        raise ConfigError(
+            f"autoencoder.zero.data is {stage.zero.data}, but {world.world_size} ranks run; "
+            f"start {stage.zero.data} or set autoencoder.zero.data={world.world_size}"
+        )
+    try:
+        stage.training.accumulation(world.world_size)
+    except ValueError as error:
+        raise ConfigError(f"autoencoder.training: {error}") from None
 
 
 def _import_deepspeed(world: World) -> Any:

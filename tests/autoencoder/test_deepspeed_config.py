@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from calm_scale.config.autoencoder import AutoencoderStage
+from calm_scale.config.base import ConfigError
 from calm_scale.config.parallel import ZeroConfig
 from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.world import World
 from calm_scale.training.deepspeed_config import deepspeed_config
+from calm_scale.training.deepspeed_engine import DeepSpeedEngine
 
 
 def stage(**zero: object) -> AutoencoderStage:
@@ -56,3 +60,15 @@ def test_keys_that_other_settings_decide_are_refused(overrides: dict[str, object
 def test_offload_needs_a_partitioned_optimizer() -> None:
     with pytest.raises(ValidationError, match="needs ZeRO stage 1, 2 or 3"):
         ZeroConfig(stage=0, offload="cpu")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "zero", "message"),
+    [(3, {"data": 2}, "zero.data is 2, but 3 ranks run"), (5, {}, "nearest that fit are 40 and 60")],
+)
+def test_ranks_that_do_not_fit_are_refused_at_start(
+    ranks: int, zero: dict[str, object], message: str
+) -> None:
+    world = World(0, ranks, 0, ranks, torch.device("cpu"), "gloo")
+    with pytest.raises(ConfigError, match=message):
+        DeepSpeedEngine(stage(**zero), vocab_size=9, patch_size=1, seed=0, world=world)
