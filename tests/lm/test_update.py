@@ -1,0 +1,100 @@
+"""The update is AdamW as written in its paper: groups, clipping, learning rate; and V splits over any TP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lm_ranks import tiny_run
+from rank_program import FixedCodec, batch_of
+
+from calm_scale.config import ConfigError, RunConfig
+from calm_scale.lm import vocabulary
+from calm_scale.training.megatron_engine import MegatronEngine
+
+
+@pytest.fixture
+def engine() -> Iterator[MegatronEngine]:
+    run = RunConfig.model_validate(tiny_run(training={"optimizer": {"weight_decay": 0.5}}))
+    world = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    yield MegatronEngine(run, world, FixedCodec(101))
+    dist.destroy_process_group()
+
+
+def test_steps_are_adamw_with_no_decay_on_vectors(engine: MegatronEngine) -> None:
+    (model,) = engine.models
+    names = dict(model.named_parameters())
+    expected = {name: p.detach().clone() for name, p in names.items()}
+    first = {name: torch.zeros_like(p) for name, p in expected.items()}
+    second = {name: torch.zeros_like(p) for name, p in expected.items()}
+    for step, lr in enumerate((1e-2, 3e-3, 5e-3), start=1):
+        result = engine.train_step(batch_of(engine, engine._run, step), lr)
+        gradients = {name: p.main_grad.clone() for name, p in names.items()}  # after clipping, in place
+        norm = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
+        assert norm.item() == pytest.approx(min(0.05, result.grad_norm), rel=1e-4)
+        for name, g in gradients.items():
+            first[name] = 0.9 * first[name] + 0.1 * g
+            second[name] = 0.95 * second[name] + 0.05 * g.square()
+            change = (first[name] / (1 - 0.9**step)) / ((second[name] / (1 - 0.95**step)).sqrt() + 1e-8)
+            decay = 0.5 if expected[name].dim() > 1 else 0.0
+            expected[name] = expected[name] - lr * (decay * expected[name] + change)
+    for name, p in names.items():
+        torch.testing.assert_close(p.detach(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_evaluation_changes_neither_weights_nor_later_noise(engine: MegatronEngine) -> None:
+    batch = batch_of(engine, engine._run, 1)
+    before = engine._pass(batch, forward_only=True, namespace="train", step=1)
+    assert engine.evaluate([batch]) == engine.evaluate([batch])
+    assert engine._pass(batch, forward_only=True, namespace="train", step=1) == before
+
+
+def test_no_batches_to_evaluate_is_an_error(engine: MegatronEngine) -> None:
+    with pytest.raises(ConfigError, match="eval_samples"):
+        engine.evaluate([])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("vocab", [5, 101, 128])
+def test_any_vocabulary_splits_over_any_tensor_parallel_size(
+    monkeypatch: pytest.MonkeyPatch, vocab: int, size: int
+) -> None:
+    from megatron.core import parallel_state
+
+    num_rows = vocabulary.padded_size(vocab, size) // size
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 0)
+    covered: list[int] = []
+    for rank in range(size):
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        for shard in vocabulary.unpadded_shard("table", torch.zeros(num_rows, 4), vocab).values():
+            assert shard.global_shape == (vocab, 4)
+            covered += range(shard.global_offset[0], shard.global_offset[0] + shard.local_shape[0])
+    assert covered == list(range(vocab))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parallel": {"tensor": 2}, "backbone": {"positions": 9}}, "9 positions do not divide"),
+        (
+            {"parallel": {"tensor": 2, "head_parallelism": "tensor"}, "head": {"kind": "flow"}},
+            "needs position",
+        ),
+        (
+            {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "data": 1}, "training": {"micro_batch": 4}},
+            "in a multiple of",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_by_the_configuration(
+    change: dict[str, Any], message: str
+) -> None:
+    raw = tiny_run()
+    for section, values in change.items():
+        raw["lm"][section] = values if section == "head" else {**raw["lm"][section], **values}
+    with pytest.raises(ValueError, match=message):
+        RunConfig.model_validate(raw)
