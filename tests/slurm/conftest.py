@@ -181,10 +181,14 @@ class Slurm:
 
     def _release_requeued(self) -> None:
         """A requeued job is held for two minutes; a test has no such time."""
-        while not self._stop.wait(1):
-            for line in self.run("squeue", "-h", "-t", "PD", "-o", "%A %r", check=False).splitlines():
-                job, reason = line.split(maxsplit=1)
-                if reason == "BeginTime":
+        seen: dict[str, float] = {}
+        while not self._stop.wait(0.5):
+            waiting = self.run("squeue", "-h", "-t", "PD", "-o", "%A|%r", check=False).splitlines()
+            held = {line.split("|")[0] for line in waiting if line.endswith("|BeginTime")}
+            seen = {job: seen.get(job, time.monotonic()) for job in held}
+            for job, since in seen.items():
+                # A job started in the second of its requeue is refused: "credential revoked".
+                if time.monotonic() - since > 2.5:
                     self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
 
 
@@ -272,13 +276,13 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that runs `tests/slurm/stand_in.py` for `-m calm_scale` and is Python otherwise."""
+    """An interpreter that runs `tests/slurm/stand_in.py` where a job runs `calm_scale`, and is Python otherwise."""
     script = tmp_path_factory.mktemp("bin") / "python"
     here = Path(__file__).parent
     script.write_text(
         f"""#!/bin/bash
-export PYTHONPATH='{here.parents[1]}'
-if [[ $2 == calm_scale ]]; then exec '{sys.executable}' '{here / "stand_in.py"}' "${{@:3}}"; fi
+export PYTHONPATH='{here.parents[1]}:{here}'
+if [[ $3 == calm_scale ]]; then exec '{sys.executable}' -m "$2" stand_in "${{@:4}}"; fi
 exec '{sys.executable}' "$@"
 """
     )

@@ -58,7 +58,8 @@ def train(folder: Path, settings: dict[str, float], rank: int, size: int, told: 
                 (folder / "crashed").touch()
             print("deliberate: the last rank fails here", file=sys.stderr, flush=True)
             return int(settings.get("code", 1))
-        stopping = meet(meeting, step, rank, size, bool(told))
+        deaf = int(os.environ.get("CALM_SCALE_ATTEMPT", "0")) < settings.get("deaf_until_attempt", 0)
+        stopping = meet(meeting, step, rank, size, bool(told) and not deaf)
         if stopping or step % settings.get("interval", 1000) == 0 or step == last:
             save(checkpoints, step, settings, rank)
             if stopping and step < last:

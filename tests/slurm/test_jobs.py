@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -192,14 +194,71 @@ def array_of_two_requeues_only_the_one(slurm, profile: Profile, make_run: MakeRu
 
 
 def one_run_is_never_run_twice_at_once(slurm, profile: Profile, make_run: MakeRun) -> None:
-    run = make_run("twice", {"lm": {"steps": 30, "seconds": 0.2}})
+    run = make_run("twice", {"lm": {"steps": 150, "seconds": 0.2}})
     submission = submit(run, profile(**SHORT), stages=["lm"])
     wait_for(lambda: len(ranks(run, 1)) == 2, 60, "the ranks")
     second = slurm.run("sbatch", "--parsable", str(submission.jobs[0].script)).strip()
     slurm.wait_state(second, "FAILED")
     assert "already running stage lm" in job_log(run, "lm", second)
-    slurm.wait_state(ids(submission)["lm"], "COMPLETED")
+    slurm.wait_state(ids(submission)["lm"], "COMPLETED", seconds=120)
     assert len(attempts(run)) == 1
+
+
+def ranks_that_never_finish_saving_are_requeued_before_the_limit(
+    slurm, profile: Profile, make_run: MakeRun
+) -> None:
+    run = make_run(
+        "deaf", {"lm": {"steps": 900, "interval": 5, "save_seconds": 0.1, "deaf_until_attempt": 2}}
+    )
+    stages = {"lm": {"nodes": 2, "cpus_per_task": 1, "time": "00:01:00"}}
+    job = ids(submit(run, profile(**SHORT, stages=stages, requeue={"notice_seconds": 20}), stages=["lm"]))[
+        "lm"
+    ]
+    wait_for(partial(has_attempts, run, 2), 120, "the second attempt")
+    first = attempts(run)[0]
+    assert (first.cause, first.code) == ("limit", 124)
+    assert first.ended_at >= 5
+    assert "did not finish saving before the time limit" in job_log(run, "lm", job)
+    cancel(run.workdir)
+
+
+def every_checkpoint_is_evaluated_once(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("each", {"lm": {"steps": 8, "interval": 4, "seconds": 0.1}, "eval": {}})
+    jobs = ids(submit(run, profile(**SHORT, eval_each_checkpoint=True), stages=["lm", "eval"]))
+    slurm.wait_state(jobs["eval"], "COMPLETED", seconds=90)
+    asked = RunRecord(run.workdir).evaluation_jobs()
+    assert sorted(asked) == [4, 8]
+    for step, job in asked.items():
+        slurm.wait_state(job, "COMPLETED", seconds=60)
+        assert (run.workdir / "eval" / f"part-0{step}").is_file()
+
+
+def a_user_who_is_not_root(slurm, profile: Profile, make_run: MakeRun) -> None:
+    """Writes the scripts as anybody would, queues them as that user; the job requeues itself with its rights."""
+    nobody = 65534
+    workdir = slurm.root / "home of nobody"
+    program = slurm.root / "nobodys-python"
+    program.write_text(
+        "#!/bin/bash\nif [[ $CALM_SCALE_ATTEMPT == 1 ]]; then trap 'exit 75' USR1; touch \"$PWD/ready\"; "
+        'for _ in {1..600}; do sleep 0.1; done; fi\nid -u > "$PWD/uid.$SLURM_PROCID"\n'
+    )
+    program.chmod(0o755)
+    workdir.mkdir()
+    run = make_run("nobody", workdir=str(workdir))
+    script = submit(run, profile(**SHORT, python=str(program)), dry_run=True, stages=["lm"]).jobs[0].script
+    text = script.read_text().replace(
+        f"--chdir={shlex.quote(str(Path.cwd()))}", f"--chdir={shlex.quote(str(workdir))}"
+    )
+    script.write_text(text)
+    for path in [workdir, *workdir.rglob("*")]:
+        os.chown(path, nobody, nobody)
+    user = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups"]
+    job = slurm.run(*user, "sbatch", "--parsable", str(script)).strip()
+    wait_for((workdir / "ready").exists, 60, "the ranks")
+    slurm.run(*user, "scancel", "--signal=USR1", "--batch", job)
+    slurm.wait_state(job, "COMPLETED", seconds=90)
+    assert (workdir / "uid.1").read_text().strip() == str(nobody)
+    assert [life.cause for life in attempts(run)] == ["limit", "finished"]
 
 
 SCENARIOS = (
@@ -213,6 +272,9 @@ SCENARIOS = (
     cancel_saves_first_and_empties_the_chain,
     array_of_two_requeues_only_the_one,
     one_run_is_never_run_twice_at_once,
+    ranks_that_never_finish_saving_are_requeued_before_the_limit,
+    every_checkpoint_is_evaluated_once,
+    a_user_who_is_not_root,
 )
 
 
@@ -240,3 +302,12 @@ def test_dead_node_is_nobodys_fault(slurm, profile: Profile, make_run: MakeRun) 
     lives = attempts(run)
     assert [life.cause for life in lives] == ["outside", "finished"]
     assert lives[1].started_at >= 5
+
+
+def test_sbatch_accepts_every_script(slurm, profile: Profile, make_run: MakeRun) -> None:
+    for number, changes in enumerate([{}, {"mpi": "mpirun", "constraint": None, "memory_per_node": "1M"}]):
+        submission = submit(
+            make_run(f"accepted {number}".replace(" ", "-")), profile(**changes), dry_run=True
+        )
+        for job in submission.jobs:
+            slurm.run("sbatch", "--test-only", str(job.script))

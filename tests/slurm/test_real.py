@@ -109,7 +109,7 @@ def test_real_chain(slurm, tmp_path: Path, profile: Callable[..., ClusterConfig]
             "lm": {"nodes": 2, "cpus_per_task": 1, "time": "00:01:00"},
             "eval": {"cpus_per_task": 1},
         },
-        requeue={"notice_seconds": 30, "end_others_seconds": 3, "max_attempts_without_progress": 8},
+        requeue={"notice_seconds": 20, "end_others_seconds": 3, "max_attempts_without_progress": 20},
     )
     jobs = {job.stage: job.job_id or "" for job in submit(run, cluster).jobs}
     holder = HoldUntilTold(slurm, run, jobs["lm"])
