@@ -125,7 +125,9 @@ def _denoiser(lm: LMStage, repeats: int, latent: int) -> float:
 def _energy(lm: LMStage, head: EnergyHeadConfig, latent: int, rows: int) -> tuple[float, float]:
     d, w, n = lm.backbone.hidden_size, element(lm), head.num_samples
     embedding = w * (n * (head.noise_size + d) + 3 * d)
-    block = 10 * n * d * w
+    # Of the ten vectors a block keeps, six are hidden widths, which a split of the weights divides.
+    split = lm.parallel.tensor if lm.parallel.head_parallelism == "tensor" else 1
+    block = (4 + 6 / split) * n * d * w
     final = n * d * (3 * w + FP32)
     samples = 2 * FP32 * n * latent
     kept_block = n * d * w if lm.parallel.recompute == "full" else block

@@ -12,6 +12,7 @@ from calm_scale.accounting.backbone_model import is_autoregressive, lm_of
 from calm_scale.accounting.components import Component, parameters_of
 from calm_scale.accounting.sharding import StageParameters, stage_parameters
 from calm_scale.config.base import ConfigError
+from calm_scale.config.lm import EnergyHeadConfig
 from calm_scale.config.run import RunConfig
 
 Group = Literal["tensor", "pipeline", "data"]
@@ -182,12 +183,28 @@ def _output(config: RunConfig, held: StageParameters, micro_batches: int) -> lis
             Traffic("tensor", size, "all_gather", "output", 2 * m, 2 * m * hidden),
             Traffic("tensor", size, "reduce_scatter", "output gradients", m, m * hidden),
         ]
-    found = []
-    if held.position_parallel:
-        gradients = FP32 * held.position_parallel
-        found.append(Traffic("tensor", size, "all_reduce", "head gradients", 1, gradients))
-        if not sequence:
-            found.append(Traffic("tensor", size, "all_gather", "hidden gradients", m, m * hidden))
+    if lm.parallel.head_parallelism == "tensor":
+        return _split_head(config, micro_batches)
+    gradients = FP32 * held.position_parallel
+    found = [Traffic("tensor", size, "all_reduce", "head gradients", 1, gradients)]
+    if not sequence:
+        found.append(Traffic("tensor", size, "all_gather", "hidden gradients", m, m * hidden))
+    return found
+
+
+def _split_head(config: RunConfig, micro_batches: int) -> list[Traffic]:
+    """Every block of a split energy head: two all-reduces forward, two and the condition's backward, one again
+    where blocks are recomputed. Under sequence parallelism all positions are gathered first."""
+    lm = lm_of(config)
+    size, hidden, m = lm.parallel.tensor, _hidden_bytes(config), micro_batches
+    if not isinstance(lm.head, EnergyHeadConfig):
+        return []
+    again = 1 if lm.parallel.recompute == "full" else 0
+    calls = m * lm.num_blocks
+    wide = calls * (4 + again) * lm.head.num_samples * hidden
+    found = [Traffic("tensor", size, "all_reduce", "head blocks", calls * (5 + again), wide + calls * hidden)]
+    if lm.parallel.sequence_parallel:
+        found.append(Traffic("tensor", size, "all_gather", "hidden states", m, m * hidden))
     return found
 
 

@@ -22,6 +22,12 @@ USABLE_MEMORY = 0.9
 STORAGE_PER_NODE = 2e9
 """Bytes/s one node writes to shared storage: an assumption of the save-interval advice."""
 
+STORAGE_TOTAL = 100e9
+"""Bytes/s the shared storage takes from all nodes together: another one."""
+
+SAVE_OVERHEAD_SECONDS = 5.0
+"""Collecting, hashing, fsync and rename, whatever the size: another one."""
+
 RESTART_SECONDS = 300.0
 """From a failure to the first new step: an assumption of the save-interval advice."""
 
@@ -126,7 +132,7 @@ def save_advice(layout: Layout, nodes: int) -> SaveAdvice:
     """The optimal save interval for a layout on that many nodes."""
     per_parameter = 2 + 12 if lm_of(layout.config).training.precision == "bf16" else 12
     size = float(per_parameter * lm_parameters(layout.config))
-    save = size / (STORAGE_PER_NODE * nodes)
+    save = SAVE_OVERHEAD_SECONDS + size / min(STORAGE_PER_NODE * nodes, STORAGE_TOTAL)
     mtbf = intervals.job_mtbf(nodes)
     interval = intervals.optimal_interval(save, mtbf)
     return SaveAdvice(

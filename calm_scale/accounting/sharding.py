@@ -17,6 +17,8 @@ from calm_scale.accounting.model import head_components
 from calm_scale.config.run import RunConfig
 
 ROW_PARALLEL = "input.contract"
+HEAD_COLUMNS = ("condition", "sample", "gate_up")
+HEAD_ROWS = ("hidden", "down")
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,21 @@ def stage_parameters(config: RunConfig) -> list[StageParameters]:
 def local_parameters(config: RunConfig, component: Component) -> int:
     """This component's parameters on one tensor-parallel rank.
 
-    Vocabulary tables are padded to a multiple of the group first. Norms, the head (each rank computes its own
-    positions) and the latent input are replicated; a row-parallel layer keeps its whole bias.
+    Vocabulary tables are padded to a multiple of the group first. Norms, the latent input and the head (each rank
+    computes its own positions) are replicated, unless the weights of the head's blocks are split; a row-parallel
+    layer keeps its whole bias.
     """
     tensor, d = lm_of(config).parallel.tensor, lm_of(config).backbone.hidden_size
     if component.part in ("embedding", "output"):
         return -(-config.vocab_size // tensor) * d
-    if component.name == ROW_PARALLEL:
+    last_name = component.name.rsplit(".", 1)[-1]
+    splits_head = (
+        component.name.startswith("head.block.") and lm_of(config).parallel.head_parallelism == "tensor"
+    )
+    if component.name == ROW_PARALLEL or (splits_head and last_name in HEAD_ROWS):
         return (component.parameters - d) // tensor + d
+    if splits_head and last_name in HEAD_COLUMNS:
+        return component.parameters // tensor
     if component.part == "head" or "norm" in component.name or component.name == "input.latent":
         return component.parameters
     return component.parameters // tensor

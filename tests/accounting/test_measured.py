@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2_replicated_optimizer": {"distributed_optimizer": False},
     "dp2_bf16": {},
     "tp2_recompute": {"tensor": 2, "recompute": "full"},
+    "tp2_split_head": {"tensor": 2, "head_parallelism": "tensor", "sequence_parallel": True},
     "tp2_baseline": {"tensor": 2},
 }
 FOUR_RANKS: dict[str, dict[str, Any]] = {

@@ -140,7 +140,8 @@ def _assumptions(chip: hardware.Device, efficiency: float, price: float) -> Sect
         f"{100 * plan.USABLE_MEMORY:.0f} % of {chip.memory / 1e9:g} GB usable. "
         f"${price:g} a device-hour, an assumption of this table. "
         "MFU counts attention full, as the FLOPs report does, while kernels skip half of it.",
-        f"Saves: {plan.STORAGE_PER_NODE / 1e9:g} GB/s a node, {plan.RESTART_SECONDS:.0f} s to restart, "
+        f"Saves: {plan.STORAGE_PER_NODE / 1e9:g} GB/s a node up to {plan.STORAGE_TOTAL / 1e9:g} GB/s in all and "
+        f"{plan.SAVE_OVERHEAD_SECONDS:g} s beside; {plan.RESTART_SECONDS:.0f} s to restart; "
         f"one failure of a node in {intervals.NODE_MTBF_HOURS:.0f} hours; the interval is Daly's.",
     )
     return Section("assumptions", "What this rests on", text)

@@ -115,7 +115,8 @@ def _costs(config: RunConfig, stage: str) -> StageCosts | None:
 
 def _headline(account: RunAccount) -> str:
     goodput = "no time on record" if account.goodput is None else f"goodput {100 * account.goodput:.1f} %"
-    return f"{len(account.attempts)} attempts, step {account.steps_reached} reached, {goodput}."
+    plural = "" if len(account.attempts) == 1 else "s"
+    return f"{len(account.attempts)} attempt{plural}, step {account.steps_reached} reached, {goodput}."
 
 
 def _utilization(account: RunAccount, costs: StageCosts) -> Utilization:
