@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from data_prep.cold import ColdShard
 from data_prep.errors import ShardError
+from data_prep.gathering import RowGatherer
 from data_prep.manifest import Manifest, ShardEntry
 from data_prep.order import MixtureOrder, SampleOrder
 from data_prep.shards import HEADER_BYTES, ShardHeader, read_header
@@ -44,6 +45,7 @@ class ShardDataset:
                 "prep.sequence_length"
             )
         self.tokens_per_sample = tokens_per_sample
+        self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._per_sequence = length // tokens_per_sample
         for entry in self.manifest.shards:
             path = self.split_dir / entry.name
@@ -53,6 +55,8 @@ class ShardDataset:
         self._starts = [0, *accumulate(counts)]
         self._first = np.asarray(self._starts, np.int64)
         self._maps: list[_Samples | None] = [None] * len(self.manifest.shards)
+        self._has_cold = any(s.compressed for s in self.manifest.shards)
+        self._gatherer: RowGatherer | None = None
 
     def __len__(self) -> int:
         """Samples in the split."""
@@ -72,18 +76,16 @@ class ShardDataset:
     def gather(self, indices: NDArray[np.integer], dtype: DTypeLike | None = None) -> NDArray[np.integer]:
         """Copy samples ``indices`` [n] into one array [n, tokens_per_sample] (of the stored type by default)."""
         wanted = np.asarray(indices, np.int64)
-        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
+        shards = self._first.searchsorted(wanted, "right") - 1
+        if len(wanted) and not 0 <= shards.min() <= shards.max() < len(self._maps):
             raise IndexError(f"samples {wanted.min()}…{wanted.max()} are not all inside [0, {len(self)})")
-        shards = np.searchsorted(self._first, wanted, side="right") - 1
-        rows = wanted - self._first[shards]
-        out = np.empty((len(wanted), self.tokens_per_sample), dtype or self.manifest.dtype)
-        maps = self._maps
-        for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist(), strict=True)):
-            samples = maps[shard]
-            if samples is None:
-                samples = self._open(shard)
-            out[i] = samples[row]
-        return out
+        if self._gatherer is None and not self._has_cold:
+            self._gatherer = RowGatherer([self._plain(shard) for shard in range(len(self._maps))])
+        if self._gatherer is not None:
+            samples = self._gatherer.take(shards, wanted - self._first[shards])
+        else:
+            samples = np.stack([self[i] for i in wanted.tolist()])
+        return samples if dtype is None else samples.astype(dtype)
 
     def order(self, seed: int) -> SampleOrder | MixtureOrder:
         """The stream of sample indices for training: by size, or by the sources' weights where they differ."""
@@ -99,20 +101,23 @@ class ShardDataset:
 
     def _open(self, shard: int) -> _Samples:
         entry = self.manifest.shards[shard]
-        path = self.split_dir / entry.name
         if entry.compressed:
-            cold = _ColdSamples(ColdShard(path), self.tokens_per_sample)
-            self._maps[shard] = cold
-            return cold
-        shape = (entry.num_sequences * self._per_sequence, self.tokens_per_sample)
-        mapped = np.memmap(path, np.dtype(self.manifest.dtype), "r", offset=HEADER_BYTES, shape=shape)
-        samples = mapped.view(np.ndarray)
+            samples: _Samples = _ColdSamples(ColdShard(self.split_dir / entry.name), self.tokens_per_sample)
+        else:
+            samples = self._plain(shard)
         self._maps[shard] = samples
         return samples
 
+    def _plain(self, shard: int) -> NDArray[np.unsignedinteger]:
+        entry = self.manifest.shards[shard]
+        shape = (entry.num_sequences * self._per_sequence, self.tokens_per_sample)
+        path = self.split_dir / entry.name
+        mapped = np.memmap(path, self._dtype, "r", offset=HEADER_BYTES, shape=shape)
+        return mapped.view(np.ndarray)
+
     def __getstate__(self) -> dict[str, Any]:
         """Maps are reopened in another process, not sent to it."""
-        return {**self.__dict__, "_maps": [None] * len(self._maps)}
+        return {**self.__dict__, "_maps": [None] * len(self._maps), "_gatherer": None}
 
 
 class _ColdSamples:

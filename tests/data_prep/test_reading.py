@@ -137,6 +137,8 @@ def test_the_cold_form_trains_directly_and_expands_to_the_same_bytes(prepared: R
     compress_split(split)
     assert not list(split.glob("*.shard"))
     np.testing.assert_array_equal(everything(split, 16), samples)
+    cold_set = ShardDataset(split, 16)
+    np.testing.assert_array_equal(cold_set.gather(np.arange(len(cold_set))[::-3]), samples[::-3])
     assert Manifest.read(split).fingerprint == fingerprint
     assert verify_split(split).ok
     assert prepare(prepared, show=False).already_done
