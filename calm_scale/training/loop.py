@@ -185,6 +185,7 @@ class _Loop:
             self._count(step)
         if warning is not None:
             self.telemetry.warn(warning)
+        self._say_if_an_epoch_ends()
         if step % self.config.eval_interval == 0 or step == self.config.steps:
             self._evaluate(row)
         else:
@@ -215,6 +216,13 @@ class _Loop:
             consecutive_skips=self.guard.consecutive,
         )
         self.ledger.counters = self.counters
+
+    def _say_if_an_epoch_ends(self) -> None:
+        size, done = len(self.data.train.samples), self.counters.samples
+        if done // size > (done - self.data.train.plan.global_batch) // size:
+            self.telemetry.say(
+                f"end of epoch {done // size} ({size} sequences) in step {self.counters.steps}"
+            )
 
     def _evaluate(self, row: dict[str, Any]) -> None:
         """Adds ``eval/…`` to the step's row; a stop signal ends it early, and the resumed run does it again."""

@@ -16,7 +16,7 @@ from calm_scale.runtime.metrics import read_metrics
 
 TIMES = {"seconds", "tokens_per_s", "time", "attempt"}
 OPTIONS = {
-    "training": {"steps": 60, "checkpoint": {"interval": 5, "keep_last": 2}, "eval_interval": 7},
+    "training": {"steps": 40, "checkpoint": {"interval": 5, "keep_last": 2}, "eval_interval": 7},
     "engine": {"slow_step": 0.02, "slow_save": 0.2},
 }
 
@@ -26,7 +26,7 @@ def record(run: Path) -> list[dict[str, Any]]:
 
 
 def shards(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run / "checkpoints/step_00000060/shards").iterdir()}
+    return {path.name: path.read_bytes() for path in (run / "checkpoints/step_00000040/shards").iterdir()}
 
 
 def saving(run: Path) -> bool:
@@ -43,12 +43,11 @@ def committed(run: Path) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("background", [False, True])
-def test_killed_again_and_again(background: bool, launch: Any, tmp_path: Path) -> None:
-    chance = random.Random(background)
+def test_killed_again_and_again_with_background_saves(launch: Any, tmp_path: Path) -> None:
+    """The synchronous save is killed in test_chaos.py, in the real engines."""
+    chance = random.Random(0)
     options = OPTIONS | {
-        "training": OPTIONS["training"]
-        | {"checkpoint": {"interval": 5, "keep_last": 2, "async_save": background}}
+        "training": OPTIONS["training"] | {"checkpoint": {"interval": 5, "keep_last": 2, "async_save": True}}
     }
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert launch(whole, **options).wait() == [0, 0]
@@ -58,7 +57,7 @@ def test_killed_again_and_again(background: bool, launch: Any, tmp_path: Path) -
         if kill == 1:
             ranks.until(lambda before=before: saving(run) and committed(run) >= before + 5)
         else:
-            ranks.until(lambda before=before: steps_done(run) >= before + 6)
+            ranks.until(lambda before=before: steps_done(run) >= before + 1)
         time.sleep(chance.random() * 0.15)
         ranks.send(signal.SIGKILL, [chance.randrange(2)] if kill == 2 else None)
         ranks.wait()
@@ -67,7 +66,7 @@ def test_killed_again_and_again(background: bool, launch: Any, tmp_path: Path) -
     assert record(run) == record(whole)
     assert shards(run) == shards(whole)
     starts = [e for e in ledger.read(run / "ledger.jsonl") if e.kind == "start"]
-    interval = 5 if not background else 10  # a background save is not committed yet when the next one is due
+    interval = 10  # a background save is not committed yet when the next one is due
     assert len(starts) == 4
     assert all(e.highest_step - e.first_step <= interval for e in starts[1:])
     assert not list((run / "checkpoints").glob("*.tmp"))

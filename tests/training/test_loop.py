@@ -160,6 +160,18 @@ def test_end_of_data(
     assert "2 of 50 sequences are left" in capsys.readouterr().err
 
 
+def test_repeating_data_says_so(
+    tiny: ModuleType, tmp_path: Path, solo: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.run(tmp_path, {}, solo)
+    said = capsys.readouterr().err
+    assert said.count("end of epoch") == 2
+    assert (
+        "end of epoch 1 (50 sequences) in step 5" in said
+        and "end of epoch 2 (50 sequences) in step 9" in said
+    )
+
+
 def test_best_checkpoints_stay(tiny: ModuleType, tmp_path: Path, solo: World) -> None:
     keep = {"interval": 1, "keep_last": 1, "keep_best": 1, "best_metric": "grad_norm", "keep_every": 6}
     tiny.run(tmp_path, {"training": {"checkpoint": keep}}, solo)
