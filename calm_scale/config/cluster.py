@@ -104,6 +104,7 @@ class ClusterConfig(Section):
     environment: dict[str, Line] = Field(default_factory=dict)
     network_interface: Line | None = None
     mpi: Literal["pmix", "mpirun"] = "pmix"
+    mpirun_options: tuple[Line, ...] = ()
     extra_directives: tuple[Line, ...] = ()
     stages: StagesConfig = StagesConfig()
     requeue: RequeueConfig = RequeueConfig()

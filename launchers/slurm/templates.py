@@ -92,6 +92,7 @@ def render(
         "preflight": cluster.preflight,
         "eval_each_checkpoint": cluster.eval_each_checkpoint,
         "mpi": cluster.mpi,
+        "mpirun_options": cluster.mpirun_options,
     }
     return environment.get_template(f"{shape.stage}.sbatch.j2").render(values)
 
@@ -168,9 +169,10 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _words(items: Sequence[object], attribute: str) -> _Raw:
-    """One quoted word per item, for a bash array."""
-    return _Raw(" ".join(shlex.quote(str(getattr(item, attribute))) for item in items))
+def _words(items: Sequence[object], attribute: str | None = None) -> _Raw:
+    """One quoted word per item (or per item's attribute), for a bash array."""
+    values = [getattr(item, attribute) if attribute else item for item in items]
+    return _Raw(" ".join(shlex.quote(str(value)) for value in values))
 
 
 def _quoted(value: object) -> object:

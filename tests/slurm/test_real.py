@@ -133,6 +133,36 @@ def test_real_chain(slurm, tmp_path: Path, profile: Callable[..., ClusterConfig]
     compare_with_unbroken(run, tmp_path)
 
 
+def prepared_run(folder: Path, name: str) -> RunConfig:
+    values = tiny().tiny_config(folder)
+    run = RunConfig.model_validate({"name": name, "workdir": str(folder / name), **values})
+    run.workdir.mkdir()
+    return run
+
+
+def test_prep_with_mpirun(slurm, tmp_path: Path, profile: Callable[..., ClusterConfig]) -> None:
+    tiny().write_corpus(tmp_path)
+    run = prepared_run(tmp_path, "mpirun")
+    cluster = profile(python=sys.executable, mpi="mpirun", mpirun_options=["--allow-run-as-root"])
+    job = submit(run, cluster, stages=["prep"]).jobs[0].job_id or ""
+    slurm.wait_state(job, "COMPLETED", seconds=120)
+    log = run.workdir / "slurm/logs" / f"prep-{job}/attempt_001/rank_0000.log"
+    assert "workers: 2" in log.read_text()
+
+
+def test_tasks_without_mpi_write_nothing(slurm, tmp_path: Path) -> None:
+    tiny().write_corpus(tmp_path)
+    run = prepared_run(tmp_path, "lonely")
+    file = tmp_path / "lonely.yaml"
+    file.write_text(to_yaml(run))
+    command = ["srun", "--ntasks=2", "--mpi=none", sys.executable, "-m", "calm_scale", "prep", str(file)]
+    done = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "2" in done.stderr
+    assert "MPI" in done.stderr
+    assert not run.data_dir.exists()
+
+
 def kill_a_rank(slurm: Any, run: RunConfig, job: str) -> None:
     deadline = time.monotonic() + 120
     checkpoints = run.workdir / "autoencoder" / "checkpoints"
