@@ -30,6 +30,7 @@ from calm_scale.checkpoint.inventory import inventory
 from calm_scale.runtime.metrics import read_metrics
 
 INTERVAL = 5
+NUM_RANKS = 2
 TIMES = {"seconds", "tokens_per_s", "time", "attempt"}
 COMMAND = {"lm": "train-lm", "autoencoder": "train-ae"}
 PATIENCE = 900.0
@@ -95,7 +96,9 @@ class Run:
         if self.process is None:
             return []
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in listed if b"calm_scale" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        named = [(int(pid), Path(f"/proc/{pid}/cmdline")) for pid in listed]
+        ranks = [pid for pid, words in named if words.exists() and b"calm_scale" in words.read_bytes()]
+        return ranks if len(ranks) == NUM_RANKS else []
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -131,20 +134,23 @@ class Tally:
 
 
 def torment(run: Run, kills: int, steps: int, chance: random.Random) -> Tally:
-    """Starts and kills; every second kill aims at a save."""
+    """Starts and kills; half of the kills fall into a save."""
     tally = Tally()
     for number in range(kills):
         run.start()
         base = run.saved()
-        if number % 2:
+        if tally.in_save * 2 <= number:  # aim at a save again when one was missed
+            run.until(lambda: bool(run.ranks()))
+            ranks = run.ranks()
             run.until(lambda: run.saving() is not None)
-            time.sleep(chance.random() * 0.3)
+            time.sleep(chance.random() * 0.05)
         else:
             run.until(lambda base=base: run.saved() > base)
             further = run.saved() + chance.randint(1, INTERVAL - 1)
+            ranks = run.ranks()
             run.until(lambda further=further: run.step() >= further)
             time.sleep(chance.random() * 0.05)
-        kill(run, all_ranks=chance.random() < 0.5, tally=tally)
+        kill(run, ranks, all_ranks=chance.random() < 0.5, tally=tally)
         tally.kills += 1
         tally.in_save += run.saving() is not None
         tally.lost.append(run.step() - run.saved())
@@ -158,9 +164,8 @@ def torment(run: Run, kills: int, steps: int, chance: random.Random) -> Tally:
     return tally
 
 
-def kill(run: Run, all_ranks: bool, tally: Tally) -> None:
+def kill(run: Run, ranks: list[int], all_ranks: bool, tally: Tally) -> None:
     """SIGKILL to every rank and the launcher, or to one rank (the launcher then ends the other)."""
-    ranks = run.ranks()
     victims = ranks if all_ranks else ranks[-1:] if tally.kills % 2 else ranks[:1]
     tally.one_rank += not all_ranks
     if all_ranks and run.process is not None:

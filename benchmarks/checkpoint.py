@@ -1,13 +1,15 @@
 """How fast a checkpoint is saved and loaded, and how long training stands still for it.
 
-One process, the language model's engine. In one run, alternating, the best of several rounds each:
+The language model's engine on two gloo ranks (TP 2), as it is used: every rank writes and reads its own shards. In one
+run, alternating, the best of several rounds each:
 
-- ``torch.save`` and ``torch.load`` of the same tensors (parameters and Adam moments) as one plain file. Its save is
-  timed with the fsync that makes it durable, because ours ends on the disk too; without it: ``torch_save_cached_s``
+- ``torch.save`` and ``torch.load`` of the same bytes (parameters and Adam moments of all ranks) as one plain file by
+  one process. Its save is timed with the fsync that makes it durable, because ours ends on the disk too; without it:
+  ``torch_save_cached_s``
 - the whole of ours: write, list, fsync, checksums, manifest, rename; and: find, verify every checksum, load
 - the seconds the training thread is held up by one save, synchronous and in the background
 
-    python benchmarks/checkpoint.py [--megabytes 300] [--rounds 4]
+    python benchmarks/checkpoint.py [--megabytes 600] [--rounds 5] [--ranks 2]
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ from calm_scale.checkpoint.card import Card, Counters
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import RunConfig
 from calm_scale.config.checkpoint import CheckpointConfig
-from calm_scale.runtime.world import World
+from calm_scale.runtime.world import World, init_world
 from calm_scale.training.engine import Batch
+from launchers.local import launch
 
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 
@@ -41,36 +43,49 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--megabytes", type=int, default=300, help="size of the state, about")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--megabytes", type=int, default=600, help="size of the whole state, about")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2))
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to write; default the temporary folder"
     )
     options = parser.parse_args()
-    torch.set_num_threads(2)
-    run = run_config(options.megabytes)
-    world = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
+    if options.ranks > 1 and "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory(prefix="calm-checkpoint-", dir=options.folder) as scratch:
+            folder = ["--folder", scratch]
+            return launch([sys.executable, "-W", "ignore", *sys.argv, *folder], options.ranks)
+    world = init_world(device="cpu")
+    run = run_config(options.megabytes, world.world_size)
     engine = build(run, world)
     engine.train_step(batch(run, 1), 1e-4)
-    with tempfile.TemporaryDirectory(prefix="calm-checkpoint-", dir=options.folder) as scratch:
-        numbers = measure(engine, run, world, Path(scratch), options.rounds)
-    for name, value in numbers.items():
-        print(f"{name}: {value:.4g}")
+    scratch = world.broadcast_object(tempfile.mkdtemp(prefix="calm-checkpoint-", dir=options.folder))
+    numbers = measure(engine, run, world, Path(scratch), options.rounds)
+    if world.is_first:
+        shutil.rmtree(scratch)
+        for name, value in numbers.items():
+            print(f"{name}: {value:.4g}", flush=True)
+    world.barrier()
+    world.close()
     return 0
 
 
 def measure(engine: Any, run: RunConfig, world: World, scratch: Path, rounds: int) -> dict[str, float]:
     plain = scratch / "plain.pt"
-    state = plain_state(engine)
+    state = whole_state(engine, world)
     store = CheckpointStore(scratch / "checkpoints", world, CheckpointConfig(keep_last=1))
     counter = iter(range(1, 1000))
     best: dict[str, float] = {}
 
-    def timed(name: str, work: Callable[[], object]) -> None:
+    def timed(name: str, work: Callable[[], object], *, first_only: bool = False) -> None:
         gc.collect()
+        world.barrier()
         start = time.perf_counter()
-        work()
+        if world.is_first or not first_only:
+            work()
+        if not first_only:
+            world.barrier()
         best[name] = min(best.get(name, float("inf")), time.perf_counter() - start)
+        world.barrier()
 
     def save_ours() -> None:
         step = next(counter)
@@ -84,19 +99,18 @@ def measure(engine: Any, run: RunConfig, world: World, scratch: Path, rounds: in
         engine.load(found.shards)
 
     for _ in range(rounds):
-        plain.unlink(missing_ok=True)
-        timed("torch_save_cached_s", lambda: torch.save(state, plain))
-        plain.unlink()
-        timed("torch_save_s", lambda: save_durably(state, plain))
+        timed("torch_save_cached_s", lambda: save_plain(state, plain, durable=False), first_only=True)
+        timed("torch_save_s", lambda: save_plain(state, plain, durable=True), first_only=True)
         timed("save_s", save_ours)
         store.close()
-        timed("torch_load_s", lambda: load_plain(engine, plain))
+        timed("torch_load_s", lambda: load_plain(state, plain), first_only=True)
         timed("load_s", load_ours)
     size = sum(value.numel() * value.element_size() for value in state.values())
-    stalls = [stall(engine, run, store, next(counter)) for _ in range(rounds)]
-    shutil.rmtree(store.root)
-    alone = min(seconds for _, seconds, _ in stalls)
+    state.clear()
+    stalls = [stall(engine, run, store, world, next(counter)) for _ in range(rounds)]
+    store.close()
     return {
+        "ranks": world.world_size,
         "state_megabytes": size / 1e6,
         **best,
         "save_vs_torch": best["torch_save_s"] / best["save_s"],
@@ -104,19 +118,21 @@ def measure(engine: Any, run: RunConfig, world: World, scratch: Path, rounds: in
         "load_vs_torch": best["torch_load_s"] / best["load_s"],
         "async_stall_s": min(held for held, _, _ in stalls),
         "async_stall_vs_sync": min(held for held, _, _ in stalls) / best["save_s"],
-        "step_s": alone,
+        "step_s": min(alone for _, alone, _ in stalls),
         "step_while_saving_s": min(beside for *_, beside in stalls),
     }
 
 
-def stall(engine: Any, run: RunConfig, store: CheckpointStore, step: int) -> tuple[float, float, float]:
+def stall(
+    engine: Any, run: RunConfig, store: CheckpointStore, world: World, step: int
+) -> tuple[float, float, float]:
     """Seconds that one background save holds up training; a step's seconds without and beside it."""
     store.close()
     alone = seconds_of(lambda: engine.train_step(batch(run, step), 1e-4))
     held = seconds_of(lambda: store.begin(step, engine.save_async, card(step)))
     beside = [seconds_of(lambda: engine.train_step(batch(run, step), 1e-4))]
     while store.saving is not None:
-        if not store.waiting:
+        if world.agree(not store.waiting):
             held += seconds_of(store.advance)
         else:
             beside.append(seconds_of(lambda: engine.train_step(batch(run, step), 1e-4)))
@@ -129,36 +145,37 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def save_durably(state: dict[str, torch.Tensor], path: Path) -> None:
+def save_plain(state: dict[str, torch.Tensor], path: Path, durable: bool) -> None:
+    """One new file, as a plain training script writes it."""
+    path.unlink(missing_ok=True)
     with path.open("wb") as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def load_plain(engine: Any, path: Path) -> None:
-    """``torch.load`` and the copy into the live tensors: what a plain training script does."""
+def load_plain(state: dict[str, torch.Tensor], path: Path) -> None:
+    """``torch.load`` and the copy into existing tensors: what a plain training script does."""
     loaded = torch.load(path, weights_only=True)
-    with torch.no_grad():
-        for name, value in plain_state(engine).items():
-            value.copy_(loaded[name])
+    for name, value in state.items():
+        value.copy_(loaded[name])
 
 
-def plain_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Parameters and Adam moments, the live tensors themselves."""
-    state: dict[str, torch.Tensor] = {}
-    inner = engine.optimizer.inner
-    optimizers = getattr(inner, "chained_optimizers", [inner])
-    moments: dict[Any, Any] = {}
-    for optimizer in optimizers:
-        moments |= dict(optimizer.optimizer.state)
-    for index, model in enumerate(engine.models):
-        for name, parameter in model.named_parameters():
-            state[f"{index}.{name}"] = parameter.detach()
-    for number, entry in enumerate(moments.values()):
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[f"{key}.{number}"] = entry[key]
-    return state
+def whole_state(engine: Any, world: World) -> dict[str, torch.Tensor]:
+    """Tensors of the sizes of all ranks' parameters and Adam moments, on the first rank."""
+    moments = (
+        entry for o in engine.optimizer.inner.chained_optimizers for entry in o.optimizer.state.values()
+    )
+    mine = [parameter for model in engine.models for parameter in model.parameters()]
+    mine += [entry[key] for entry in moments for key in ("exp_avg", "exp_avg_sq")]
+    shapes = world.gather_objects([tuple(tensor.shape) for tensor in mine])
+    if not world.is_first:
+        return {}
+    named = [
+        (f"rank{rank}.{i}", shape) for rank, of_rank in enumerate(shapes) for i, shape in enumerate(of_rank)
+    ]
+    return {name: torch.randn(shape) for name, shape in named}
 
 
 def card(step: int) -> Card:
@@ -176,7 +193,7 @@ def card(step: int) -> Card:
     )
 
 
-def run_config(megabytes: int) -> RunConfig:
+def run_config(megabytes: int, ranks: int) -> RunConfig:
     """A backbone of about the wanted size (12 · layers · d² parameters and the rest)."""
     width = 512
     layers = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / (12 * width * width)) - 2)
@@ -195,6 +212,7 @@ def run_config(megabytes: int) -> RunConfig:
                     "positions": 128,
                 },
                 "head": {"kind": "energy", "num_blocks": 1, "num_samples": 4, "num_posterior": 8},
+                "parallel": {"tensor": ranks},
                 "training": {"steps": 100, "global_batch": 1, "precision": "fp32"},
             },
         }
@@ -207,8 +225,7 @@ def build(run: RunConfig, world: World) -> Any:
     if run.autoencoder is None:
         raise RuntimeError("the benchmark's document has an autoencoder")
     codec = Autoencoder(run.autoencoder.model, run.vocab_size, run.patch_size).eval().requires_grad_(False)
-    place = SimpleNamespace(rank=world.rank, world_size=world.world_size, device=world.device)
-    return MegatronEngine(run, place, codec)
+    return MegatronEngine(run, world, codec)
 
 
 def batch(run: RunConfig, step: int) -> Batch:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +43,7 @@ class Entry:
 
 def examine(folder: Path, step: int, deep: bool = False) -> Entry:
     """Looks at one step folder: card, file list, every size; with ``deep`` also every checksum."""
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size = _size(folder)
     age = max(0.0, time.time() - folder.stat().st_mtime)
     card: Card | None = None
     try:
@@ -67,10 +70,23 @@ def inventory(root: Path, deep: bool = False) -> list[Entry]:
     """
     root = checkpoints_folder(root)
     try:
-        committed = [examine(path, step, deep) for step, path in step_folders(root)]
-        return committed + [_unfinished(path) for path in unfinished(root)]
+        committed = [
+            _unless_gone(path, partial(examine, step=step, deep=deep)) for step, path in step_folders(root)
+        ]
+        left = [_unless_gone(path, _unfinished) for path in unfinished(root)]
+        return [entry for entry in committed + left if entry is not None]
     except OSError as error:
         raise CheckpointError(f"{error.filename or root} cannot be read: {error.strerror}") from None
+
+
+def _unless_gone(path: Path, look: Callable[[Path], Entry]) -> Entry | None:
+    """A running job renames and removes folders while we look; one that is gone by now is not listed."""
+    try:
+        return look(path)
+    except FileNotFoundError:
+        if path.exists():
+            raise
+        return None
 
 
 def find(root: Path, step: int | None = None) -> Entry:
@@ -115,7 +131,16 @@ def summary(faults: list[str], shown: int = 3) -> str:
 
 
 def _unfinished(path: Path) -> Entry:
-    size = sum(part.stat().st_size for part in path.rglob("*") if part.is_file())
+    size = _size(path)
     step = int(path.name.removeprefix("step_").removesuffix(".tmp") or 0)
     age = max(0.0, time.time() - path.stat().st_mtime)
     return Entry(path, step, "unfinished", "the save was never completed", size, age)
+
+
+def _size(folder: Path) -> int:
+    """Bytes in a folder, files that vanish meanwhile not counted."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
