@@ -39,13 +39,14 @@ def energy_score(
         mean, log_std: the posterior of the next patch, [B, p, l].
         noise: keyed noise of these B·p positions; its ``posterior/*`` streams are used.
         num_posterior: M. alpha: exponent, 0 < α < 2.
-        backend: ``auto`` takes Triton on CUDA and torch elsewhere. The two draw different posterior samples.
+        backend: ``auto`` takes Triton on CUDA (not for fp64) and torch elsewhere. Their posterior draws differ.
 
     Returns:
         [B, p], fp32 (fp64 for fp64 samples). Where two points coincide the gradient of their distance is 0.
     """
     _check(samples, mean, log_std, noise, num_posterior, alpha)
-    if backend == "triton" or (backend == "auto" and samples.is_cuda):
+    fused = samples.is_cuda and samples.dtype != torch.float64
+    if backend == "triton" or (backend == "auto" and fused):
         from calm_scale.lm.energy_score_triton import energy_score_triton
 
         return energy_score_triton(samples, mean, log_std, noise, num_posterior=num_posterior, alpha=alpha)

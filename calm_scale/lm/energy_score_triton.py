@@ -21,7 +21,9 @@ _MIN_SQUARED = tl.constexpr(1e-30)
 @triton.jit
 def _power(squared, alpha, IS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
     """d^α and α·d^(α−2) from d²; the second is finite at 0, where the difference it weighs is 0."""
-    floored = tl.maximum(squared, _MIN_SQUARED)
+    floored = tl.where(
+        squared < _MIN_SQUARED, _MIN_SQUARED, squared
+    )  # keeps NaN, which tl.maximum would hide
     if IS_ONE:
         root = tl.sqrt(floored)
         value = root
@@ -29,7 +31,7 @@ def _power(squared, alpha, IS_ONE: tl.constexpr):  # type: ignore[no-untyped-def
     else:
         value = tl.exp2(tl.log2(floored) * (alpha * 0.5))
         weight = alpha * value / floored
-    return tl.where(squared > 0, value, 0.0), weight
+    return tl.where(squared == 0, 0.0, value), weight
 
 
 @triton.jit

@@ -72,6 +72,18 @@ def _coincident_with_everything_is_finite(alpha):
     assert torch.equal(loss, torch.zeros(1, 2)) and torch.equal(samples.grad, torch.zeros_like(samples))
 
 
+def _a_bad_sample_is_not_hidden():
+    noise = PositionNoise(1, 2, [5], range(0, 2))
+    samples = torch.randn(1, 2, 3, 4)
+    samples[0, 1, 2, 3] = float("nan")
+    zeros = torch.zeros(1, 2, 4)
+    samples.requires_grad_()
+    loss = energy_score(samples, zeros, zeros, noise, num_posterior=5, backend="triton")
+    loss.sum().backward()
+    assert torch.isfinite(loss[0, 0]) and torch.isnan(loss[0, 1])
+    assert torch.isfinite(samples.grad[0, 0]).all() and torch.isnan(samples.grad[0, 1, 2]).any()
+
+
 if __name__ == "__main__":
     for alpha in (0.5, 0.75, 1.0, 1.5, 1.75):
         _compare(4, 6, 8, alpha)
@@ -80,4 +92,5 @@ if __name__ == "__main__":
     _compare(8, 21, 128, 1.0)
     _compare(4, 6, 8, 1.0, torch.bfloat16)
     _noise_is_normal_and_keyed()
+    _a_bad_sample_is_not_hidden()
     print("interpreted kernels agree with float64")

@@ -119,6 +119,16 @@ def test_accurate_where_samples_almost_hit_the_posterior_draws(alpha, gap):
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2e-4, atol=1e-6)
 
 
+def test_a_bad_sample_is_not_hidden():
+    samples, mean, log_std, noise = _problem(1, 2, 3, 4)
+    samples[0, 1, 2, 3] = float("nan")
+    samples.requires_grad_()
+    loss = energy_score(samples, mean, log_std, noise, num_posterior=5)
+    loss.sum().backward()
+    assert torch.isfinite(loss[0, 0]) and torch.isnan(loss[0, 1])
+    assert torch.isfinite(samples.grad[0, 0]).all() and torch.isnan(samples.grad[0, 1, 2]).any()
+
+
 def test_bf16_samples_are_computed_in_fp32():
     samples, mean, log_std, noise = _problem()
     low = samples.bfloat16().requires_grad_()
