@@ -65,7 +65,7 @@ class Bench:
         self.text_bytes = sum(len(t.encode()) for t in iterate_texts(self.files))
         self.definition = scratch / "tokenizer.json"
         spec = read_spec(TokenizerConfig(), self.model)
-        plain = {**spec.definition, "added_tokens": [], "post_processor": None}
+        plain = {**json.loads(spec.json), "added_tokens": [], "post_processor": None}
         self.definition.write_text(json.dumps(plain, ensure_ascii=False), encoding="utf-8")
 
     def _fetch_tokenizer(self) -> Path:

@@ -71,7 +71,7 @@ class TiktokenEncoder:
     name = "tiktoken"
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        if spec.ranks is None:
+        if not spec.has_ranks:
             raise TokenizerError(
                 f"tokenizer.encoder is tiktoken, but {spec.name} holds no tiktoken ranks; use encoder: auto"
             )

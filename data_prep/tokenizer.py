@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +12,9 @@ import xxhash
 from calm_scale.config.data import TokenizerConfig
 from data_prep.encoders import Encoder, Flat, TokenizersEncoder, build_encoder
 from data_prep.errors import EncoderMismatchError, TokenizerError
-from data_prep.manifest import write_atomically
 from data_prep.probe import PROBE_VERSION, fingerprint, first_difference, verify
 from data_prep.tokenizer_spec import TokenizerSpec, read_spec
+from data_prep.user_cache import load_cached, save_cached
 
 
 class Tokenizer:
@@ -83,7 +81,7 @@ class Tokenizer:
     @property
     def judge_name(self) -> str:
         """Name of the encoder the corpus is checked against."""
-        return "tiktoken" if self._spec.ranks and find_spec("tiktoken") else "tokenizers"
+        return "tiktoken" if self._spec.has_ranks and find_spec("tiktoken") else "tokenizers"
 
     @cached_property
     def _special_ids(self) -> set[int]:
@@ -109,7 +107,7 @@ def load_tokenizer(config: TokenizerConfig, path: Path, *, verified: bool = Fals
     wanted = config.encoder
     if wanted == "auto":
         wanted = "fastokens" if find_spec("fastokens") else "tokenizers"
-    reference_name = "tiktoken" if spec.ranks and find_spec("tiktoken") else "tokenizers"
+    reference_name = "tiktoken" if spec.has_ranks and find_spec("tiktoken") else "tokenizers"
     if wanted in (reference_name, "tokenizers"):
         return Tokenizer(spec, build_encoder(wanted, spec))
     try:
@@ -126,25 +124,18 @@ def load_tokenizer(config: TokenizerConfig, path: Path, *, verified: bool = Fals
     return tokenizer
 
 
-def _verification_file(spec: TokenizerSpec, encoder: str) -> Path:
+def _verification_key(spec: TokenizerSpec, encoder: str) -> str:
     versions = [
         (name, importlib.metadata.version(name))
         for name in ("fastokens", "tokenizers", "tiktoken")
         if find_spec(name)
     ]
-    key = xxhash.xxh3_128_hexdigest(f"{PROBE_VERSION}{encoder}{versions}{spec.json}".encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "calm-scale" / "verified-encoders" / f"{key}.json"
+    return f"{PROBE_VERSION} {encoder} {versions} {xxhash.xxh3_128_hexdigest(spec.json.encode())}"
 
 
 def _remembered(spec: TokenizerSpec, encoder: str) -> bool:
-    return _verification_file(spec, encoder).is_file()
+    return load_cached("verified-encoders", _verification_key(spec, encoder)) is not None
 
 
 def _remember(spec: TokenizerSpec, encoder: str) -> None:
-    file = _verification_file(spec, encoder)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"tokenizer": spec.name, "encoder": encoder}) + "\n")
-    except OSError:
-        return  # a read-only home only means that the next run checks again
+    save_cached("verified-encoders", _verification_key(spec, encoder), f"{spec.name} {encoder}\n")

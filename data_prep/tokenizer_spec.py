@@ -11,9 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from calm_scale.config.data import TokenizerConfig
 from data_prep.errors import TokenizerError
+from data_prep.user_cache import load_cached, save_cached
 
+SPEC_VERSION = 1
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>", "<|begin_of_sentence|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_sentence|>")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
@@ -39,13 +43,13 @@ _LLAMA3_NUM_SPECIAL = 256
 class TokenizerSpec:
     """A tokenizer's definition.
 
-    ``definition`` is a parsed tokenizer.json whose post-processor inserts BOS/EOS by this run's policy;
-    ``ranks`` are the tiktoken ranks where that is what the file holds. ``max_id`` covers every added token.
+    ``json`` is the text of a tokenizer.json whose post-processor inserts BOS/EOS by this run's policy.
+    ``has_ranks``: ``file`` holds tiktoken ranks. ``max_id`` covers every added token.
     """
 
-    name: str
-    definition: dict[str, Any]
-    ranks: dict[bytes, int] | None
+    file: Path
+    json: str
+    has_ranks: bool
     specials: dict[str, int]
     max_id: int
     bos_id: int | None
@@ -54,10 +58,15 @@ class TokenizerSpec:
     add_bos: bool
     add_eos: bool
 
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.file.name
+
     @cached_property
-    def json(self) -> str:
-        """The definition as the text of a tokenizer.json."""
-        return json.dumps(self.definition, ensure_ascii=False, separators=(",", ":"))
+    def ranks(self) -> dict[bytes, int]:
+        """The tiktoken ranks in ``file``."""
+        return _read_ranks(self.file)
 
 
 def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
@@ -67,11 +76,15 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
         TokenizerError: nothing readable there, or a special token the policy needs is unknown.
     """
     file = _find(path)
-    if file.suffix == ".json":
-        definition, ranks = _read_json(file), None
-    else:
-        ranks = _read_ranks(file)
-        definition = _definition_of_ranks(ranks)
+    has_ranks = file.suffix != ".json"
+    policy = config.model_dump(
+        mode="json", include={"add_bos", "add_eos", "bos_token", "eos_token", "pad_token"}
+    )
+    key = f"{SPEC_VERSION} {policy} {xxhash.xxh3_128_hexdigest(file.read_bytes())}"
+    if has_ranks and (cached := load_cached("tokenizers", key)) is not None:
+        head, _, text = cached.partition("\n")
+        return TokenizerSpec(file=file, json=text, has_ranks=True, **json.loads(head))
+    definition = _definition_of_ranks(_read_ranks(file)) if has_ranks else _read_json(file)
     specials = {t["content"]: t["id"] for t in definition.get("added_tokens") or [] if t.get("special")}
     ids = [*definition["model"]["vocab"].values(), *(t["id"] for t in definition.get("added_tokens") or [])]
     max_id = max(ids)
@@ -81,12 +94,20 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
     pad = specials.get(pad_name) if pad_name else None
     if pad_name and pad is None:
         pad = max_id = max_id + 1
-    definition = _framed(
-        definition, bos if config.add_bos else None, eos if config.add_eos else None, specials
-    )
-    return TokenizerSpec(
-        file.name, definition, ranks, specials, max_id, bos, eos, pad, config.add_bos, config.add_eos
-    )
+    framed = _framed(definition, bos if config.add_bos else None, eos if config.add_eos else None, specials)
+    text = json.dumps(framed, ensure_ascii=False, separators=(",", ":"))
+    facts = {
+        "specials": specials,
+        "max_id": max_id,
+        "bos_id": bos,
+        "eos_id": eos,
+        "pad_id": pad,
+        "add_bos": config.add_bos,
+        "add_eos": config.add_eos,
+    }
+    if has_ranks:  # converting 128 000 ranks takes a second
+        save_cached("tokenizers", key, f"{json.dumps(facts)}\n{text}")
+    return TokenizerSpec(file=file, json=text, has_ranks=has_ranks, **facts)
 
 
 def _find(path: Path) -> Path:

@@ -222,6 +222,17 @@ def test_a_verified_encoder_is_remembered(tokenizer_path: Path, monkeypatch, tmp
 
 def test_the_definition_of_ranks_has_every_merge(ranks_path: Path) -> None:
     spec = read_spec(TokenizerConfig(), ranks_path)
-    assert spec.definition["model"]["merges"].count("t he") == 1
-    assert spec.definition["model"]["merges"].count("th e") == 1
+    merges = json.loads(spec.json)["model"]["merges"]
+    assert merges.count("t he") == 1
+    assert merges.count("th e") == 1
     assert spec.specials["<|begin_of_text|>"] == 269
+
+
+def test_a_damaged_cache_entry_is_made_again(ranks_path: Path, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = read_spec(TokenizerConfig(), ranks_path)
+    assert read_spec(TokenizerConfig(), ranks_path) == spec
+    entry = next((tmp_path / "calm-scale/tokenizers").glob("*.json"))
+    entry.write_text(entry.read_text().replace("Ġthe", "Ġxhe"))
+    assert read_spec(TokenizerConfig(), ranks_path) == spec
+    assert read_spec(TokenizerConfig(add_eos=True), ranks_path).json != spec.json
