@@ -8,20 +8,23 @@ C(Np, x) / N^x → p^x / Γ(x+1) it is consistent for P^{1/T}/Z as N → ∞. Bo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 
 from calm_scale.config.base import CalmScaleError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
-_INT64 = 2**63 - 1
-_HASH = 0x9E3779B97F4A7C15  # odd, so multiplication by its powers is a bijection of 64-bit words
+_HASH = np.uint64(0x9E3779B97F4A7C15)  # odd, so multiplying by it is a bijection of 64-bit words
+Ints: TypeAlias = "NDArray[np.int64]"
+Floats: TypeAlias = "NDArray[np.float64]"
+Words: TypeAlias = "NDArray[np.uint64]"
 
 
 class SamplingError(CalmScaleError):
@@ -69,117 +72,118 @@ class BatchChoice:
 
 @dataclass(frozen=True)
 class Runs:
-    """Distinct patches of every row, rows one after another: U of them in all.
+    """Distinct patches of every row, rows one after another: U of them in all, int64.
 
     Attributes:
-        count: int64 ``[U]`` how often each occurs among its row's N candidates.
-        index: int64 ``[U]`` one candidate (of N) that is this patch.
-        row: int64 ``[U]``.
-        stop: int64 ``[R]`` one past each row's last run.
+        count: ``[U]`` how often each occurs among its row's N candidates.
+        index: ``[U]`` one candidate (of N) that is this patch.
+        stop: ``[R]`` one past each row's last run.
     """
 
-    count: Tensor
-    index: Tensor
-    row: Tensor
-    stop: Tensor
+    count: Ints
+    index: Ints
+    stop: Ints
+
+    @property
+    def per_row(self) -> Ints:
+        """``[R]`` distinct patches in each row."""
+        return np.diff(self.stop, prepend=0)
 
 
-def distinct(candidates: Tensor, vocab_size: int) -> Runs:
-    """Counts the distinct patches of each row of ids ``[N, R, K]`` by one sort, no hashing by hand per row."""
-    num_candidates = candidates.shape[0]
-    ordered, position, differs = _ordered(candidates, vocab_size)
-    last = torch.ones_like(ordered, dtype=torch.bool)
-    last[:, :-1] = differs
-    end = last.view(-1).nonzero()[:, 0]  # a row's final candidate always ends a run, so runs never cross rows
-    count = end.diff(prepend=end.new_tensor([-1]))
-    return Runs(count, position.view(-1)[end], end // num_candidates, last.sum(1).cumsum(0))
+def distinct(candidates: Ints) -> Runs:
+    """Counts the distinct patches in each row of ids ``[N, R, K]`` (below 2^31) with one sort over all rows."""
+    num_candidates, num_rows, _ = candidates.shape
+    words = _words(candidates)
+    code = words[0] * _HASH
+    for word in words[1:]:
+        code = (code + word) * _HASH
+    position, last, exact = _sorted_runs(code, words)
+    if not exact:  # two patches shared a hash: number the patches instead
+        _, number = np.unique(np.stack(words, -1).reshape(-1, len(words)), axis=0, return_inverse=True)
+        shift = np.uint64(num_candidates.bit_length())
+        position, last, _ = _sorted_runs(number.reshape(code.shape).astype(np.uint64) << shift, words)
+    end = np.flatnonzero(last)
+    count = end.copy()
+    count[1:] -= end[:-1]
+    count[0] += 1
+    stop = np.searchsorted(end, num_candidates * np.arange(1, num_rows + 1) - 1) + 1
+    return Runs(count, position.take(end), stop)
 
 
-def _ordered(candidates: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes ``[R, N]`` sorted within rows, the candidate at each place, and where neighbours differ ``[R, N-1]``."""
-    words = _words(candidates, vocab_size)
-    code = words[0]
-    for k, word in enumerate(words[1:], 1):
-        code = code + word * (_HASH**k % 2**63)
-    ordered, position = code.sort(dim=1)
-    differs = ordered[:, 1:] != ordered[:, :-1]
-    if len(words) == 1 or torch.equal(differs, _any_differs(words, position)):
-        return ordered, position, differs
-    # Two patches shared a hash (about once in 2^40 calls): number the patches exactly.
-    patches = candidates.transpose(0, 1)
-    _, code = patches.flatten(0, 1).unique(dim=0, return_inverse=True)
-    ordered, position = code.view(patches.shape[:2]).sort(dim=1)
-    return ordered, position, ordered[:, 1:] != ordered[:, :-1]
+def _words(candidates: Ints) -> list[Words]:
+    """Patches as ⌈K/2⌉ arrays ``[R, N]`` of 64-bit words, two ids each: all equal exactly where the patches are."""
+    num_candidates, num_rows, k = candidates.shape
+    pairs = np.zeros((-(-k // 2), num_rows, num_candidates, 2), dtype=np.int32)
+    for i in range(k):
+        pairs[i // 2, :, :, i % 2] = candidates[..., i].T
+    return list(pairs.view(np.uint64)[..., 0])
 
 
-def _words(candidates: Tensor, vocab_size: int) -> list[Tensor]:
-    """Exact int64 numbers ``[R, N]`` of as many tokens each as 63 bits hold; all equal means equal patches."""
-    per_word = max(1, int(math.log(_INT64) / math.log(max(2, vocab_size))))
-    words = []
-    for begin in range(0, candidates.shape[-1], per_word):
-        word = candidates[..., begin].T
-        for k in range(begin + 1, min(begin + per_word, candidates.shape[-1])):
-            word = torch.add(candidates[..., k].T, word, alpha=vocab_size)
-        words.append(word.contiguous())
-    return words
-
-
-def _any_differs(words: list[Tensor], position: Tensor) -> Tensor:
-    """Where neighbours in the given order differ in some word, bool ``[R, N-1]``."""
-    out = torch.zeros_like(position[:, 1:], dtype=torch.bool)
+def _sorted_runs(code: Words, words: list[Words]) -> tuple[Ints, NDArray[np.bool_], bool]:
+    """Sorts rows by code: the candidate at each place, flat ``[R·N]``, which places end a run, and whether that
+    is exact. The lowest bits of a code give way to the candidate's number: a plain sort is cheaper than argsort.
+    """
+    num_rows, num_candidates = code.shape
+    bits = np.uint64((num_candidates - 1).bit_length())
+    ordered = np.sort((code >> bits << bits) | np.arange(num_candidates, dtype=np.uint64), axis=1).ravel()
+    position = (ordered & ((np.uint64(1) << bits) - np.uint64(1))).view(np.int64)
+    ordered >>= bits
+    last = np.empty(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=last[:-1])
+    last[num_candidates - 1 :: num_candidates] = True
+    place = (position.reshape(code.shape) + num_candidates * np.arange(num_rows)[:, None]).ravel()
+    unlike = np.zeros(len(ordered) - 1, dtype=bool)
     for word in words:
-        aligned = word.gather(1, position)
-        out |= aligned[:, 1:] != aligned[:, :-1]
-    return out
+        aligned = word.take(place)
+        unlike |= aligned[1:] != aligned[:-1]
+    return position, last, not bool((unlike & ~last[:-1]).any())
 
 
 @lru_cache(maxsize=16)
-def log_weights(num_candidates: int, at: Exponent, device: torch.device | None = None) -> Tensor:
-    """Table float64 ``[n+1, N+1]``: log weight of a patch seen c times when matched at order m (row 0 unused).
+def log_weights(num_candidates: int, at: Exponent) -> Floats:
+    """Table ``[n+1, N+1]``: log weight of a patch seen c times when matched at order m (row 0 unused).
 
     Row n is log C(c, n+α); rows m < n, the fall-backs, are log C(c, m). −∞ where c < m.
     """
-    c = torch.arange(num_candidates + 1, dtype=torch.float64, device=device)
-    order = torch.arange(at.n + 1, dtype=torch.float64, device=device)[:, None]
+    c = torch.arange(num_candidates + 1, dtype=torch.float64)
+    order = torch.arange(at.n + 1, dtype=torch.float64)[:, None]
     x = order.clone()
     x[at.n] = at.value
     table = torch.lgamma(c + 1) - torch.lgamma((c - x + 1).clamp(min=1e-300)) - torch.lgamma(x + 1)
-    return table.masked_fill(c < order.clamp(min=1), float("-inf"))
+    return table.masked_fill(c < order.clamp(min=1), float("-inf")).numpy()
 
 
 def choose(
-    candidates: Tensor,
-    temperature: float,
-    vocab_size: int,
-    generator: torch.Generator,
-    allowed: Tensor | None = None,
+    candidates: Tensor, temperature: float, generator: torch.Generator, allowed: Tensor | None = None
 ) -> BatchChoice:
     """Algorithm 2 on ids ``[N, R, K]``: one candidate for every row.
+
+    Counting is a sort of N·R small numbers, which NumPy does on the CPU faster than a chain of small GPU kernels
+    would be launched; the text needs the ids there anyway.
 
     Args:
         candidates: N independent draws for each of R rows.
         temperature: T in (0, 1].
-        vocab_size: V; ids lie in [0, V).
-        generator: the only source of randomness, on the candidates' device.
+        generator: the only source of randomness.
         allowed: bool ``[N, R]``, a property of the patch; candidates to choose among, at least one a row.
     """
     at = exponent(temperature)
-    num_candidates, num_rows = candidates.shape[:2]
-    runs = distinct(candidates, vocab_size)
-    count = runs.count if allowed is None else runs.count * allowed[runs.index, runs.row]
-    most = torch.zeros(num_rows, dtype=torch.int64, device=count.device).scatter_reduce_(
-        0, runs.row, count, "amax"
-    )
-    order = most.clamp(max=at.n)
-    table = log_weights(num_candidates, at, count.device)
-    largest = table[order, most]
-    weight = (table[order[runs.row], count] - largest[runs.row]).exp()
-    reached = weight.cumsum(0)
+    num_candidates, num_rows, _ = candidates.shape
+    runs = distinct(candidates.cpu().numpy())
+    count, per_row = runs.count, runs.per_row
+    if allowed is not None:
+        count = count * allowed.cpu().numpy()[runs.index, np.repeat(np.arange(num_rows), per_row)]
+    most = np.maximum.reduceat(count, runs.stop - per_row)
+    order = np.minimum(most, at.n)
+    table = log_weights(num_candidates, at)
+    weight = np.exp(table[np.repeat(order, per_row), count] - np.repeat(table[order, most], per_row))
+    reached = weight.cumsum()
     top = reached[runs.stop - 1]
-    bottom = torch.cat([top.new_zeros(1), top[:-1]])
-    u = torch.rand(num_rows, dtype=torch.float64, device=count.device, generator=generator)
-    mark = torch.minimum(bottom + u * (top - bottom), torch.nextafter(top, bottom))
-    return BatchChoice(runs.index[torch.searchsorted(reached, mark, right=True)], order)
+    bottom = np.concatenate([[0.0], top[:-1]])
+    u = torch.rand(num_rows, dtype=torch.float64, device=generator.device, generator=generator).cpu().numpy()
+    mark = np.minimum(bottom + u * (top - bottom), np.nextafter(top, bottom))
+    index = runs.index[np.searchsorted(reached, mark, side="right")]
+    return BatchChoice(*(torch.from_numpy(a).to(candidates.device) for a in (index, order)))
 
 
 def take(candidates: Tensor, index: Tensor) -> Tensor:

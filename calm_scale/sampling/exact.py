@@ -47,7 +47,6 @@ def sample_exact(
     draw: Draw,
     num_rows: int,
     temperature: float,
-    vocab_size: int,
     generator: torch.Generator,
     *,
     budget: int,
@@ -60,7 +59,6 @@ def sample_exact(
         draw: fresh draws from the rows' laws.
         num_rows: R.
         temperature: T in (0, 1]; T = 1 is one plain draw.
-        vocab_size: V.
         generator: uniforms of the Bernoulli factory and of the fall-back.
         budget: most draws a row may use; then it falls back to Algorithm 2 on ``fallback_candidates`` fresh ones.
         max_block: most draws a row is given at once.
@@ -82,7 +80,7 @@ def sample_exact(
     if len(rest):
         candidates = draw(rest, fallback_candidates)
         state.made += fallback_candidates * len(rest)
-        chosen = choose(candidates, temperature, vocab_size, generator)
+        chosen = choose(candidates, temperature, generator)
         state.put(rest, take(candidates, chosen.index))
     return ExactSample(state.patches, state.used, state.made, state.exhausted)
 

@@ -131,7 +131,7 @@ def complete_heads(
         patches[rows[better]] = take(candidates, best)[better]
         longest[rows] = torch.maximum(longest[rows], length.amax(0))
         if bool(found.any()):
-            choice = choose(candidates[:, found], temperature, model.vocab_size, generator, agree[:, found])
+            choice = choose(candidates[:, found], temperature, generator, agree[:, found])
             patches[rows[found]] = take(candidates[:, found], choice.index)
             agreed[rows[found]] = True
     return Heads(torch.where(free, patches, want), agreed, draws)

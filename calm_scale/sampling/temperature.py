@@ -114,14 +114,13 @@ class TemperedModel:
     def _tempered(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         if self.algorithm == "batch":
             candidates = draw_rows(self.model, rows, self.num_candidates, generator)
-            choice = choose(candidates, self.temperature, self.vocab_size, generator)
+            choice = choose(candidates, self.temperature, generator)
             self.tally.add(len(rows), self.num_candidates * len(rows), choice.num_fallbacks(self._at.n))
             return take(candidates, choice.index)
         result = sample_exact(
             lambda index, number: draw_rows(self.model, rows[index], number, generator),
             len(rows),
             self.temperature,
-            self.vocab_size,
             generator,
             budget=self.draw_budget,
             fallback_candidates=self.num_candidates,
