@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
             world=world,
             pad_id=train.manifest.pad_id,
         )
+        if world.is_first:
+            _store_deepspeed_config(config, engine)
         outcome = run_loop(
             config,
             "autoencoder",
@@ -58,14 +61,24 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
         world.close()
 
 
+def _store_deepspeed_config(config: RunConfig, engine: DeepSpeedEngine) -> None:
+    """The DeepSpeed JSON in use, beside the checkpoints: `autoencoder/deepspeed.json`."""
+    path = config.workdir / "autoencoder" / "deepspeed.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(engine.config, indent=2) + "\n", encoding="utf-8")
+
+
 def _export(
     config: RunConfig, engine: DeepSpeedEngine, world: World, outcome: Outcome, train: ShardDataset
 ) -> None:
     from calm_scale.autoencoder.export import write_export
+    from calm_scale.autoencoder.plots import draw_report
 
     stage = autoencoder_section(config)
     weights = engine.weights()
     if world.is_first:
+        if engine.last_report is not None:
+            draw_report(engine.last_report, config.workdir / "autoencoder" / "latents.png")
         samples = outcome.step * stage.training.global_batch
         write_export(
             config.workdir / "autoencoder" / "export",

@@ -33,7 +33,7 @@ def failure(path: Path, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "preset", sorted(REPO.glob("configs/*/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.stem}"
+    "preset", sorted(REPO.glob("configs/**/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.stem}"
 )
 def test_every_preset_loads(preset: Path) -> None:
     if preset.parent.name == "clusters":
