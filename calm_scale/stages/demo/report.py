@@ -21,11 +21,17 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(
-    folder: DemoFolder, config: RunConfig, *, seconds: float, commands: list[str], console: Console
+    folder: DemoFolder,
+    config: RunConfig,
+    *,
+    layouts: list[str],
+    seconds: float,
+    commands: list[str],
+    console: Console,
 ) -> None:
     """Write report.html and summary.json, print the summary table."""
     totals = run_totals(config)
-    results = read_results(folder, training_flops=totals.lm + totals.autoencoder)
+    results = read_results(folder, totals.lm + totals.autoencoder, layouts)
     folder.summary.write_text(json.dumps(results.document(seconds), indent=2) + "\n", encoding="utf-8")
     folder.report.write_text(_page(folder, config, results, seconds, commands), encoding="utf-8")
     console.print(_table(folder, results, seconds))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calm_scale.accounting import ledger
-from calm_scale.checkpoint.inventory import inventory
+from calm_scale.checkpoint.inventory import find
 from calm_scale.evaluation.evaluate import EvaluationResult
 from calm_scale.evaluation.report import load as load_evaluation
 from calm_scale.runtime.metrics import Row, read_metrics
@@ -73,7 +73,7 @@ class Results:
         }
 
 
-def read_results(folder: DemoFolder, training_flops: float) -> Results:
+def read_results(folder: DemoFolder, training_flops: float, layouts: list[str]) -> Results:
     """Read everything; a missing piece is an error, not a gap in the report."""
     starts = [event for event in ledger.read(folder.run / "lm" / "ledger.jsonl") if event.kind == "start"]
     if len(starts) < 2:
@@ -85,7 +85,7 @@ def read_results(folder: DemoFolder, training_flops: float) -> Results:
         autoencoder_rows=read_metrics(folder.run / "autoencoder" / "metrics.jsonl"),
         lm_rows=lm_rows,
         evaluation=load_evaluation(folder.run / "eval" / "brier.json"),
-        layouts=_layouts(folder.run / "lm" / "checkpoints"),
+        layouts=layouts,
         resumed_at=starts[-1].first_step,
         samples=_samples(folder.samples),
         training_flops=training_flops,
@@ -100,16 +100,13 @@ def last(rows: list[Row], name: str) -> Any:
     raise DemoError(f"the record holds no {name}")
 
 
-def _layouts(checkpoints: Path) -> list[str]:
-    """Layouts of the checkpoints, in step order, without repeats: what each attempt really trained as."""
-    names: list[str] = []
-    for entry in inventory(checkpoints):
-        if entry.card is not None:
-            topology = entry.card.topology
-            name = f"tp{topology['tensor']}pp{topology['pipeline']}dp{topology['data']}"
-            if name not in names:
-                names.append(name)
-    return names
+def newest_layout(checkpoints: Path) -> str:
+    """The layout that wrote the newest checkpoint, from its card: ``tp2pp1dp1``."""
+    card = find(checkpoints).card
+    if card is None:
+        raise DemoError(f"{checkpoints}: the newest checkpoint has no card")
+    topology = card.topology
+    return f"tp{topology['tensor']}pp{topology['pipeline']}dp{topology['data']}"
 
 
 def _samples(path: Path) -> list[Sample]:

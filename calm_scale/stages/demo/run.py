@@ -14,6 +14,7 @@ from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
 from calm_scale.runtime.metrics import highest_step
 from calm_scale.stages.demo.commands import DemoError, calm_scale, mpirun, run, shown
 from calm_scale.stages.demo.layout import FIRST_LAYOUT, SECOND_LAYOUT, DemoFolder
+from calm_scale.stages.demo.results import newest_layout
 
 PROMPTS = ("def ", "Return the ", "import ", "The ")
 
@@ -35,17 +36,25 @@ def run_demo(out: Path, *, quick: bool = False) -> int:
     demo.account()
     from calm_scale.stages.demo.report import write_report
 
-    write_report(folder, config, seconds=time.monotonic() - started, commands=demo.typed, console=console)
+    write_report(
+        folder,
+        config,
+        layouts=demo.layouts,
+        seconds=time.monotonic() - started,
+        commands=demo.typed,
+        console=console,
+    )
     return EXIT_OK
 
 
 class _Demo:
-    """One run of the demo; remembers what it typed."""
+    """One run of the demo; remembers what it typed, and in which layouts the language model really trained."""
 
     def __init__(self, folder: DemoFolder, config: RunConfig, console: Console) -> None:
         self.folder, self.config, self.console = folder, config, console
         self.document = str(folder.document)
         self.typed: list[str] = []
+        self.layouts: list[str] = []
 
     def corpus(self) -> None:
         """Real text that every machine has, in the Pile's format, and a tokenizer trained on it."""
@@ -73,13 +82,15 @@ class _Demo:
         if self.config.lm is None:
             raise DemoError("the demo's document has no `lm` section")
         half = self.config.lm.training.steps // 2
-        metrics = self.folder.run / "lm" / "metrics.jsonl"
+        lm = self.folder.run / "lm"
         self._title("4 · CALM on Megatron-core: tensor parallel 2, stopped half way")
-        code = self._run(self._train_lm(FIRST_LAYOUT), stop_at=(metrics, half))
+        code = self._run(self._train_lm(FIRST_LAYOUT), stop_at=(lm / "metrics.jsonl", half))
         if code != EXIT_REQUEUE:
             raise DemoError("the job was told to stop half way, but ran to its end")
+        self.layouts.append(newest_layout(lm / "checkpoints"))
         self._title("5 · resumed from the sharded checkpoint as pipeline parallel 2")
         self._run(self._train_lm(SECOND_LAYOUT))
+        self.layouts.append(newest_layout(lm / "checkpoints"))
 
     def evaluate(self) -> None:
         """BrierLM on the held-out documents."""
