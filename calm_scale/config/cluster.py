@@ -83,7 +83,8 @@ class ClusterConfig(Section):
     """Everything site-specific; nothing of it appears in code or templates.
 
     ``python``: the interpreter on the compute nodes; None takes the one that submits. ``setup``: shell lines, run
-    as they stand before anything else of a job. ``network_interface`` is given to NCCL and gloo.
+    as they stand before anything else of a job. ``network_interface`` is given to NCCL and gloo. ``link_check``:
+    measure all-reduce between neighbouring nodes before training; None does where several nodes have GPUs.
     """
 
     name: Line
@@ -109,6 +110,7 @@ class ClusterConfig(Section):
     stages: StagesConfig = StagesConfig()
     requeue: RequeueConfig = RequeueConfig()
     preflight: bool = True
+    link_check: bool | None = None
     min_free_gigabytes: float = Field(default=1.0, ge=0)
     eval_each_checkpoint: bool = False
 

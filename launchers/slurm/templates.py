@@ -90,6 +90,8 @@ def render(
         "container_mounts": ",".join(mounts),
         "mounts": mounts,
         "preflight": cluster.preflight,
+        "link_check": _checks_links(shape, cluster),
+        "link_check_program": TEMPLATES / "link_check.py",
         "eval_each_checkpoint": cluster.eval_each_checkpoint,
         "mpi": cluster.mpi,
         "mpirun_options": cluster.mpirun_options,
@@ -138,6 +140,12 @@ def directives(
     return lines + list(cluster.extra_directives) + list(stage_directives)
 
 
+def _checks_links(shape: StageShape, cluster: ClusterConfig) -> bool:
+    """Whether the job measures its network first: training on several nodes, where the profile does not say."""
+    several = shape.nodes > 1 and shape.stage in ("autoencoder", "lm")
+    return several and (shape.gpus_per_node > 0 if cluster.link_check is None else cluster.link_check)
+
+
 def check_path(path: Path) -> None:
     """Raises ConfigError for a path that sbatch would read as something else."""
     found = sorted({char for char in str(path) if char in _UNSAFE_IN_PATHS})
@@ -149,7 +157,7 @@ def check_path(path: Path) -> None:
 def _mounts(cluster: ClusterConfig, working_directory: Path, runs: Sequence[ScriptRun]) -> list[str]:
     if cluster.container is None:
         return []
-    own = dict.fromkeys([working_directory, *(run.workdir for run in runs)])
+    own = dict.fromkeys([working_directory, TEMPLATES, *(run.workdir for run in runs)])
     return [*cluster.container.mounts, *(f"{path}:{path}" for path in own)]
 
 

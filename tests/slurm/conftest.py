@@ -248,9 +248,9 @@ def parent(pid: int) -> int:
         return 0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    """The cluster, once per session."""
+    """The cluster, for the tests of one file; our environment points at it as long."""
     search = os.pathsep.join([os.environ["PATH"], SBIN])
     missing = [name for name in BINARIES if shutil.which(name, path=search) is None]
     reason = ""

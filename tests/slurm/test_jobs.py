@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import time
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
 Profile = Callable[..., ClusterConfig]
 MakeRun = Callable[..., RunConfig]
 SHORT = {"preflight": False}
+ONE_RANK = {"training": {"steps": 10, "global_batch": 4}, "zero": {"data": 1}}
 
 
 def attempts(run: RunConfig, stage: str = "lm") -> list[Attempt]:
@@ -261,6 +263,27 @@ def a_user_who_is_not_root(slurm, profile: Profile, make_run: MakeRun) -> None:
     assert [life.cause for life in attempts(run)] == ["limit", "finished"]
 
 
+def links_between_nodes_are_measured(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("links")
+    job = ids(submit(run, profile(link_check=True), stages=["lm"]))["lm"]
+    slurm.wait_state(job, "COMPLETED", seconds=150)
+    assert re.search(r"link n1 – n2: \d+\.\d+ GB/s", job_log(run, "lm", job))
+
+
+def a_bad_node_is_excluded_and_named(slurm, profile: Profile, make_run: MakeRun) -> None:
+    """More GPUs wanted than any node has: with one node a job, each attempt finds its node bad and asks for another."""
+    run = make_run("badnode", lm=None, prep=None, autoencoder=ONE_RANK)
+    no_gpus = {"gpus_per_node": 1, "gpu_request": "none", "stages": {"autoencoder": {"cpus_per_task": 1}}}
+    job = ids(submit(run, profile(**no_gpus), stages=["autoencoder"]))["autoencoder"]
+    wait_for(lambda: len(RunRecord(run.workdir).excluded_nodes()) == 2, 90, "both nodes to be found bad")
+    assert sorted(RunRecord(run.workdir).excluded_nodes()) == ["n1", "n2"]
+    lives = attempts(run, "autoencoder")
+    assert lives[0].nodes != lives[1].nodes, "the second attempt went to the other node"
+    assert [life.cause for life in lives[:1]] == ["preflight"]
+    assert "bad node" in job_log(run, "autoencoder", job)
+    slurm.run("scancel", job, check=False)
+
+
 SCENARIOS = (
     whole_chain_and_resubmission,
     notice_saves_requeues_and_goes_on_in_the_same_folder,
@@ -275,6 +298,8 @@ SCENARIOS = (
     ranks_that_never_finish_saving_are_requeued_before_the_limit,
     every_checkpoint_is_evaluated_once,
     a_user_who_is_not_root,
+    links_between_nodes_are_measured,
+    a_bad_node_is_excluded_and_named,
 )
 
 

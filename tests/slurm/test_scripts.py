@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import stat
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -35,8 +37,11 @@ CONTAINERS = [
 ]
 
 
-@pytest.mark.parametrize("container", CONTAINERS, ids=["bare", "pyxis", "apptainer"])
-@pytest.mark.parametrize("mpi", ["pmix", "mpirun"])
+@pytest.mark.parametrize(
+    ("container", "mpi"),
+    zip(CONTAINERS, ["pmix", "mpirun", "pmix"], strict=True),
+    ids=["bare", "pyxis", "apptainer"],
+)
 def test_scripts_are_plain_bash_and_shellcheck_clean(
     profile: Profile, make_run: MakeRun, container: dict[str, str] | None, mpi: str
 ) -> None:
@@ -55,11 +60,12 @@ def test_scripts_are_plain_bash_and_shellcheck_clean(
     )
     submission = submit(make_run("check"), cluster, dry_run=True)
     assert [job.stage for job in submission.jobs] == list(STAGES)
-    for job in submission.jobs:
-        assert subprocess.run(["bash", "-n", job.script], check=False).returncode == 0
-        checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}") or "shellcheck"
-        found = subprocess.run([checker, job.script], capture_output=True, text=True, check=False)
-        assert found.returncode == 0, found.stdout
+    scripts = [str(job.script) for job in submission.jobs]
+    for script in scripts:
+        assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}") or "shellcheck"
+    found = subprocess.run([checker, *scripts], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 def test_values_of_a_profile_run_nothing(profile: Profile, make_run: MakeRun, tmp_path: Path) -> None:
@@ -291,3 +297,31 @@ def test_a_torn_history_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     )
     attempts = record.attempts("lm")
     assert [(life.cause, life.ended_at) for life in attempts] == [("limit", 40), ("", None)]
+
+
+def link_check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("link_check", ROOT / "slurm" / "link_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8])
+def test_the_ring_covers_every_node_in_disjoint_rounds(num_nodes: int) -> None:
+    rounds = link_check().ring(num_nodes)
+    links = [link for pairs in rounds for link in pairs]
+    assert len(links) == len(set(links)) == (1 if num_nodes == 2 else num_nodes)
+    for pairs in rounds:
+        ends = [node for link in pairs for node in link]
+        assert len(ends) == len(set(ends))
+
+
+def test_a_slow_or_wrong_node_is_told_from_its_neighbours() -> None:
+    bad_nodes = link_check().bad_nodes
+    assert bad_nodes({(0, 1): 10.0, (1, 2): 11.0, (2, 3): 10.5, (3, 0): 9.0}) == {}
+    assert list(bad_nodes({(0, 1): 10.0, (1, 2): 2.0, (2, 3): 2.1, (3, 4): 10.0, (4, 0): 10.0})) == [2]
+    assert list(bad_nodes({(0, 1): 10.0, (1, 2): 0.0, (2, 3): 0.0, (3, 0): 10.0})) == [2]
+    assert sorted(bad_nodes({(0, 1): 0.0})) == [0, 1]
+    assert bad_nodes({(0, 1): 0.3}) == {}
