@@ -1,4 +1,4 @@
-"""`calm-scale eval` and `generate`."""
+"""`calm-scale eval`, `compare`, `generate` and `score`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def register(app: typer.Typer) -> None:
         epilog="Example: calm-scale generate configs/runs/calm-xl.yaml --prompt 'The sea' "
         "--set generation.temperature=0.333",
     )(generate)
+
+    app.command(
+        "score", epilog="Example: calm-scale score configs/runs/calm-xl.yaml --text 'The sea is blue.'"
+    )(score)
+    app.command(
+        "compare", epilog="Example: calm-scale compare a/eval/step_00001000.json b/eval/step_00001000.json"
+    )(compare)
 
 
 Step = Annotated[
@@ -54,3 +61,30 @@ def generate(
     raise typer.Exit(
         run_generation(load(config, set_ or ()), prompts=prompt or [], jsonl=jsonl, out=out, step=step)
     )
+
+
+def score(
+    config: ConfigFile,
+    set_: Overrides = None,
+    text: Annotated[list[str] | None, typer.Option("--text", help="A text to score. Repeatable.")] = None,
+    jsonl: Annotated[
+        Path | None, typer.Option("--jsonl", help="Read texts from a JSON-lines file (`text`).")
+    ] = None,
+    step: Step = None,
+) -> None:
+    """Rank texts by their energy score under a model: likelihood-free, lower is better."""
+    from calm_scale.stages.score import run_scoring
+
+    if not text and jsonl is None:
+        raise typer.BadParameter("give --text or --jsonl")
+    raise typer.Exit(run_scoring(load(config, set_ or ()), texts=text or [], jsonl=jsonl, step=step))
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="What `eval` wrote.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="What `eval` wrote for the other run.")],
+) -> None:
+    """B against A, paired by document: differences of Brier-1..4 and BrierLM with their intervals."""
+    from calm_scale.stages.evaluate import compare_evaluations
+
+    raise typer.Exit(compare_evaluations(first, second))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress
@@ -13,6 +16,11 @@ from calm_scale.runtime.world import init_world
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
 from calm_scale.stages.splits import open_split
+
+if TYPE_CHECKING:
+    from calm_scale.runtime.world import World
+    from calm_scale.stages.model import OpenModel
+    from data_prep.reading import ShardDataset
 
 
 def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Path | None = None) -> int:
@@ -48,6 +56,32 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
                 save(result, path)
             console.print(table(result, title=f"BrierLM · {config.name} at step {opened.card.step}"))
             console.print(f"written to {json_file or default}", soft_wrap=True, highlight=False)
+        if stage.head.kind == "softmax":
+            _exact(config, opened, dataset, world, console)
         return EXIT_OK
     finally:
         world.close()
+
+
+def _exact(
+    config: RunConfig, opened: OpenModel, dataset: ShardDataset, world: World, console: Console
+) -> None:
+    """The baseline knows its probabilities: cross-entropy and Brier without sampling noise, beside the estimates."""
+    from calm_scale.evaluation.exact import evaluate_exact
+
+    exact = evaluate_exact(opened.model, dataset, config.evaluation, crew=world)
+    if world.is_first:
+        path = config.workdir / "eval" / f"exact_{opened.card.step:08d}.json"
+        path.write_text(json.dumps(dataclasses.asdict(exact), indent=1) + "\n", encoding="utf-8")
+        console.print(
+            f"exact: cross-entropy {exact.cross_entropy:.4f} nats a token; written to {path}", soft_wrap=True
+        )
+
+
+def compare_evaluations(first: Path, second: Path) -> int:
+    """The second result against the first, paired by document, with intervals."""
+    from calm_scale.evaluation.compare import compare, table
+    from calm_scale.evaluation.report import load
+
+    Console().print(table(compare(load(first), load(second))))
+    return EXIT_OK

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.world import init_world
+from calm_scale.stages.json_lines import read_texts
 from calm_scale.stages.model import open_model
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def run_generation(
     from calm_scale.sampling.generate import generate
     from data_prep.tokenizer import load_tokenizer
 
-    texts = [*prompts, *(read_prompts(jsonl) if jsonl else [])] or [""]
+    texts = [*prompts, *(read_texts(jsonl, "prompt") if jsonl else [])] or [""]
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
     world = init_world()
     try:
@@ -54,32 +55,6 @@ def run_generation(
             sys.stdout.write(f"{texts[completion.index]}{completion.text}\n\n")
     _say_speed(done)
     return EXIT_OK
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The ``prompt`` of every line.
-
-    Raises:
-        ConfigError: names file and line of what is not a JSON object with a text `prompt`.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read the prompts: {error}") from None
-    prompts: list[str] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
-            prompt = None
-        if not isinstance(prompt, str):
-            raise ConfigError(f'{path}:{number}: expected a JSON object such as {{"prompt": "The sea"}}')
-        prompts.append(prompt)
-    if not prompts:
-        raise ConfigError(f"{path}: holds no prompt")
-    return prompts
 
 
 def _stream(_index: int, text: str) -> None:
