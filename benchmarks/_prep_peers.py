@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 BATCH = 512
@@ -82,7 +83,7 @@ def flatten(rows: object):
     return ak.to_numpy(ak.flatten(rows)), np.asarray(ak.num(rows))
 
 
-def stages(files: list[Path], model: Path, out: Path) -> None:
+def stages(files: list[Path], model: Path, out: Path, clock: Callable[[], float]) -> None:
     """zstd, JSON, encode, pack, checksum and write, each timed alone over all files."""
     import msgspec
     import numpy as np
@@ -98,11 +99,11 @@ def stages(files: list[Path], model: Path, out: Path) -> None:
     digest = xxhash.xxh64()
     with out.open("wb", buffering=0) as target:
         for file in files:
-            mark = time.perf_counter()
+            mark = clock()
 
             def lap(stage: str) -> None:
                 nonlocal mark
-                now = time.perf_counter()
+                now = clock()
                 seconds[stage] += now - mark
                 mark = now
 
@@ -112,7 +113,7 @@ def stages(files: list[Path], model: Path, out: Path) -> None:
                     pieces.append(frame.decompress(packed))
             lap("zstd")
             data = b"".join(pieces)
-            mark = time.perf_counter()
+            mark = clock()
             texts = [record.text for record in decoder.decode_lines(data)]
             lap("json")
             coded = [tokenizer.encode_documents(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
@@ -131,7 +132,7 @@ def stages(files: list[Path], model: Path, out: Path) -> None:
         print(f"{stage}: {value:.6f}")
 
 
-def tiktoken_rate(files: list[Path], model: Path) -> None:
+def tiktoken_rate(files: list[Path], model: Path, clock: Callable[[], float]) -> None:
     """tiktoken's ``encode_to_numpy`` over texts in memory."""
     from calm_scale.config.data import TokenizerConfig
     from data_prep.encoders import TiktokenEncoder
@@ -140,34 +141,41 @@ def tiktoken_rate(files: list[Path], model: Path) -> None:
 
     native = TiktokenEncoder(read_spec(TokenizerConfig(), model))._native
     texts = list(iterate_texts(files))
-    begin = time.perf_counter()
+    begin = clock()
     tokens = sum(len(native.encode_to_numpy(text, disallowed_special=())) for text in texts)
-    print(f"tokens_per_second: {tokens / (time.perf_counter() - begin):.1f}")
+    print(f"tokens_per_second: {tokens / (clock() - begin):.1f}")
+
+
+def timed(command: list[str], environment: dict[str, str], *, cpu: bool) -> tuple[float, str]:
+    """(seconds, output) of a command: wall seconds, or the CPU seconds of it and its children."""
+    begin = time.perf_counter()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        output = process.stdout.read() if process.stdout else ""
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return (usage.ru_utime + usage.ru_stime if cpu else time.perf_counter() - begin), output
 
 
 def run_peer(
-    core: int | None, peer: str, *arguments: str, extra_path: str = ""
+    core: int, peer: str, *arguments: str, extra_path: str = "", cpu: bool = False
 ) -> tuple[float, dict[str, float]]:
-    """Run a peer in a process of its own, on one core; (wall seconds, what it printed)."""
-    command = [sys.executable, str(Path(__file__)), peer, *arguments]
-    if core is not None:
-        command = ["taskset", "-c", str(core), *command]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "RAYON_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    environment["PYTHONPATH"] = extra_path
-    begin = time.perf_counter()
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    wall = time.perf_counter() - begin
-    pairs = (line.split(": ") for line in done.stdout.splitlines() if line.count(": ") == 1)
-    return wall, {name: float(value) for name, value in pairs}
+    """Run a peer in a process of its own, on one core; (seconds, what it printed)."""
+    command = ["taskset", "-c", str(core), sys.executable, str(Path(__file__)), peer, *arguments]
+    threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    seconds, output = timed(
+        command,
+        {**os.environ, **threads, "PYTHONPATH": extra_path, "CLOCK": "cpu" if cpu else "wall"},
+        cpu=cpu,
+    )
+    pairs = (line.split(": ") for line in output.splitlines() if line.count(": ") == 1)
+    return seconds, {name: float(value) for name, value in pairs}
 
 
 if __name__ == "__main__":
     chosen, *rest = sys.argv[1:]
+    ticks = time.process_time if os.environ.get("CLOCK") == "cpu" else time.perf_counter
     paths = [Path(p) for p in rest if p.endswith(".zst")]
     others = [p for p in rest if not p.endswith(".zst")]
     if chosen == "megatron":
@@ -175,6 +183,6 @@ if __name__ == "__main__":
     elif chosen == "gigatoken":
         gigatoken(paths, Path(others[0]), Path(others[1]), int(others[2]))
     elif chosen == "stages":
-        stages(paths, Path(others[0]), Path(others[1]))
+        stages(paths, Path(others[0]), Path(others[1]), ticks)
     else:
-        tiktoken_rate(paths, Path(others[0]))
+        tiktoken_rate(paths, Path(others[0]), ticks)

@@ -208,6 +208,7 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
         seconds=time.perf_counter() - started,
         steady_seconds=max(0.0, work.ended - work.began),
         steady_bytes=work.text_bytes,
+        steady_cpu_seconds=work.cpu_seconds,
         peak_megabytes=work.peak_megabytes,
         workers=ranks.size if ranks.size > 1 else plan.prep.workers,
         encoder=tokenizer.encoder_name,

@@ -53,7 +53,6 @@ class ShardDataset:
             _check(self.manifest, entry, header)
         counts = (s.num_sequences * self._per_sequence for s in self.manifest.shards)
         self._starts = [0, *accumulate(counts)]
-        self._first = np.asarray(self._starts, np.int64)
         self._maps: list[_Samples | None] = [None] * len(self.manifest.shards)
         self._has_cold = any(s.compressed for s in self.manifest.shards)
         self._gatherer: RowGatherer | None = None
@@ -75,14 +74,11 @@ class ShardDataset:
 
     def gather(self, indices: NDArray[np.integer], dtype: DTypeLike | None = None) -> NDArray[np.integer]:
         """Copy samples ``indices`` [n] into one array [n, tokens_per_sample] (of the stored type by default)."""
-        wanted = np.asarray(indices, np.int64)
-        shards = self._first.searchsorted(wanted, "right") - 1
-        if len(wanted) and not 0 <= shards.min() <= shards.max() < len(self._maps):
-            raise IndexError(f"samples {wanted.min()}…{wanted.max()} are not all inside [0, {len(self)})")
+        wanted = np.ascontiguousarray(indices, np.int64)
         if self._gatherer is None and not self._has_cold:
             self._gatherer = RowGatherer([self._plain(shard) for shard in range(len(self._maps))])
         if self._gatherer is not None:
-            samples = self._gatherer.take(shards, wanted - self._first[shards])
+            samples = self._gatherer.take(wanted)
         else:
             samples = np.stack([self[i] for i in wanted.tolist()])
         return samples if dtype is None else samples.astype(dtype)

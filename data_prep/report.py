@@ -20,6 +20,7 @@ _OF_THIS_RUN = {
     "seconds",
     "steady_seconds",
     "steady_bytes",
+    "steady_cpu_seconds",
     "peak_megabytes",
     "workers",
     "encoder",
@@ -61,6 +62,7 @@ class PrepReport(BaseModel):
     steady_seconds: float = 0.0
     """From the first block to the last, without start-up; ``steady_bytes`` of text were read in it."""
     steady_bytes: int = 0
+    steady_cpu_seconds: float = 0.0
     peak_megabytes: float = 0.0
     workers: int = 1
     encoder: str = ""

@@ -64,6 +64,7 @@ class Progress:
     tokens: int = 0
     began: float = field(default_factory=time.time)
     ended: float = 0.0
+    cpu_seconds: float = 0.0
     peak_megabytes: float = 0.0
 
 
@@ -78,6 +79,7 @@ class Worker:
         self._number, self._parent = number, parent
         self.progress = Progress()
         self._told = 0.0
+        self._cpu_before = time.process_time()
         self._progress_file = journal.attempt_dir / "progress" / f"{task.name}-{number:05d}.json"
 
     def run(self) -> None:
@@ -154,6 +156,7 @@ class Worker:
             return
         self._told = now
         self.progress.ended = time.time()
+        self.progress.cpu_seconds = time.process_time() - self._cpu_before
         self.progress.peak_megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         part = self._progress_file.with_suffix(".part")
         with suppress(OSError):  # progress is for the eye; the records are the truth
@@ -181,6 +184,7 @@ def total_progress(folder: Path, task: str) -> Progress:
             tokens=total.tokens + one.tokens,
             began=min(total.began, one.began),
             ended=max(total.ended, one.ended),
+            cpu_seconds=total.cpu_seconds + one.cpu_seconds,
             peak_megabytes=max(total.peak_megabytes, one.peak_megabytes),
         )
     return total
