@@ -5,9 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from calm_scale.accounting import memory
+from calm_scale.accounting import hardware, memory
+from calm_scale.accounting.autoencoder_model import autoencoder_components
+from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.costs import run_totals
 from calm_scale.accounting.layout import balance
+from calm_scale.accounting.model import lm_parameters
 from calm_scale.accounting.report.document import bytes_text, flops_text
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
@@ -16,25 +19,54 @@ from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, 
 from calm_scale.stages.splits import open_split
 from data_prep.manifest import MANIFEST_NAME
 
+ASSUMED_MFU = 0.4
+"""The utilisation a plan assumes before anything was measured."""
+
 
 def dry_run(config: RunConfig, stage: Stage, num_ranks: int | None = None) -> int:
     """Check the configuration (and the data where it is prepared) and print the plan of one stage."""
-    ranks = num_ranks or default_ranks(config, stage)
+    Console().print(stage_plan(config, stage, num_ranks or default_ranks(config, stage), gpu=None))
+    return EXIT_OK
+
+
+def stage_plan(config: RunConfig, stage: Stage, ranks: int, gpu: str | None) -> Table:
+    """What one training stage would do on that many ranks.
+
+    Args:
+        gpu: a key of the hardware table, for hours and whether it fits; None where the device is not known.
+
+    Raises:
+        ConfigError: the layout or the batch does not fit the ranks.
+    """
     rows = _autoencoder(config, ranks) if stage == "autoencoder" else _language_model(config, ranks)
-    table = Table(title=f"{stage} of run {config.name}: dry run", title_justify="left", show_header=False)
+    if gpu is not None:
+        rows += _on_device(config, stage, ranks, gpu)
+    table = Table(title=f"{stage} of run {config.name}", title_justify="left", show_header=False)
     for name, value in rows:
         table.add_row(name, value)
-    Console().print(table)
-    return EXIT_OK
+    return table
+
+
+def _on_device(config: RunConfig, stage: Stage, ranks: int, gpu: str) -> list[tuple[str, str]]:
+    chip = hardware.device(gpu)
+    totals = run_totals(config) if config.lm is not None else None
+    flops = 0.0 if totals is None else totals.autoencoder if stage == "autoencoder" else totals.lm
+    hours = flops / (chip.peak * ranks * ASSUMED_MFU) / 3600
+    return [
+        (f"time at {ASSUMED_MFU:.0%} MFU on {gpu}", f"{hours:,.1f} h, {hours * ranks:,.0f} GPU-hours"),
+        ("memory of the device", bytes_text(chip.memory)),
+    ]
 
 
 def _autoencoder(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
     stage = autoencoder_section(config)
     need = memory.autoencoder(config, ranks)
+    size = 3 * 4 * parameters_of(autoencoder_components(config))
     return [
         ("layout", f"{ranks} ranks, ZeRO stage {stage.zero.stage}"),
         *_work(config, stage.training, stage.patches * config.patch_size, ranks, stage.split),
         ("memory per rank", bytes_text(need.total)),
+        *_disk(stage.training, size),
     ]
 
 
@@ -52,6 +84,20 @@ def _language_model(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
         *_work(config, stage.training, stage.backbone.positions * config.patch_size, data, "train"),
         ("training FLOPs", flops_text(run_totals(config).lm)),
         ("memory, fullest rank", f"{bytes_text(fullest.total)} (pipeline stage {fullest.stage})"),
+        *_disk(
+            stage.training, (12 + (2 if stage.training.precision == "bf16" else 0)) * lm_parameters(config)
+        ),
+    ]
+
+
+def _disk(training: TrainingConfig, checkpoint_bytes: int) -> list[tuple[str, str]]:
+    """Bytes of one checkpoint, and of all that retention keeps plus the one being written."""
+    kept = training.checkpoint.keep_last + 1
+    if training.checkpoint.keep_every is not None:
+        kept += training.steps // training.checkpoint.keep_every
+    return [
+        ("checkpoint", f"{bytes_text(checkpoint_bytes)} every {training.checkpoint.interval:,} steps"),
+        ("disk for checkpoints", f"{bytes_text(kept * checkpoint_bytes)} ({kept} of them)"),
     ]
 
 

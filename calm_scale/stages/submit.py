@@ -7,9 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from calm_scale.accounting import hardware
 from calm_scale.config import RunConfig, load_as
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.stages.dry_run import stage_plan
 from launchers.slurm.cancel import cancel
 from launchers.slurm.submit import StageJob, Submission, submit
 
@@ -20,6 +22,10 @@ def submit_run(config: RunConfig, config_path: Path, cluster_path: Path, *, dry_
     console = Console()
     submission = submit(config, cluster, config_path, dry_run=dry_run)
     console.print(_table(submission, cluster))
+    gpu = cluster.gpu_type if cluster.gpu_type in {chip.key for chip in hardware.DEVICES} else None
+    for job in submission.jobs:
+        if job.stage in ("autoencoder", "lm"):
+            console.print(stage_plan(config, job.stage, job.shape.num_tasks, gpu))
     console.print(f"scripts: {submission.folder}", soft_wrap=True, highlight=False)
     if dry_run:
         console.print("dry run: nothing was queued")
