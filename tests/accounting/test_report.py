@@ -24,7 +24,7 @@ from calm_scale.accounting.report.plain import to_json, to_markdown
 from calm_scale.accounting.report.run_sections import Prices
 from calm_scale.accounting.twin import Comparison
 from calm_scale.accounting.utilization import UtilizationError
-from calm_scale.config import RunConfig
+from calm_scale.config import RunConfig, config_hash
 
 MakeRun = Callable[..., RunConfig]
 
@@ -176,6 +176,24 @@ def test_layout_sections_name_the_fullest_stage(tiny: MakeRun) -> None:
 def test_every_head_is_reported(tiny: MakeRun, mode: str) -> None:
     config = tiny(head={"kind": mode}, patch_size=1 if mode == "softmax" else 2)
     assert "Provenance" in to_markdown(build([Subject(config, None)]))
+
+
+def test_two_runs_of_one_name_are_both_reported(tiny: MakeRun, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, tiny())
+    document = build([Subject(tiny(), tmp_path / "a"), Subject(tiny(), tmp_path / "b")])
+    keys = [section.key for section in document.sections]
+    assert len(keys) == len(set(keys))
+    assert {"run.tiny", "run.tiny-2"} <= set(keys)
+    hashes = [
+        row["value"] for row in tables_of(document)["provenance"]["rows"] if "configuration" in row["what"]
+    ]
+    assert hashes == [config_hash(tiny())] * 2
+
+
+def test_open_data_parallel_size_is_taken_from_the_run(tiny: MakeRun, tmp_path: Path) -> None:
+    write_run(tmp_path, tiny())
+    assert "tensor 1 × pipeline 1 × data 2" in to_markdown(build([Subject(tiny(), tmp_path)]))
 
 
 def test_autoencoder_only_run_is_reported() -> None:

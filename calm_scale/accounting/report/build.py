@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
+from calm_scale.accounting import ledger
 from calm_scale.accounting.report.console import print_document
 from calm_scale.accounting.report.cost_sections import crossover_section, patch_size_section, sampling_section
 from calm_scale.accounting.report.document import Document, Section
@@ -56,6 +58,7 @@ def build(
         UtilizationError: a ledger claims more work than its devices can do.
         LedgerError: a ledger is damaged.
     """
+    given, subjects = subjects, _distinct([_as_run(subject) for subject in subjects])
     sections: list[Section] = [convention_section(), table1_section()]
     for subject in subjects:
         sections += _about(subject, twins or {}, prices or Prices())
@@ -63,7 +66,7 @@ def build(
     scored = scores_section([(config, folder) for config, folder in runs if folder is not None])
     if scored is not None:
         sections.append(scored)
-    sections.append(provenance_section([subject.config for subject in subjects]))
+    sections.append(provenance_section([subject.config for subject in given]))
     names = ", ".join(subject.config.name for subject in subjects)
     return Document(f"FLOPs report: {names}" if names else "FLOPs report", tuple(sections))
 
@@ -85,6 +88,32 @@ def emit(
         print(to_markdown(document), end="")
     else:
         print_document(document, console)
+
+
+def _as_run(subject: Subject) -> Subject:
+    """The subject with the data-parallel size its last attempt ran at, where the configuration leaves it open."""
+    lm, folder = subject.config.lm, subject.folder
+    book = folder / "lm" / "ledger.jsonl" if folder is not None else None
+    if lm is None or lm.parallel.data is not None or book is None or not book.is_file():
+        return subject
+    data = (
+        max((event.world_size for event in ledger.read(book)[-1:]), default=1) // lm.parallel.model_parallel
+    )
+    parallel = lm.parallel.model_copy(update={"data": max(1, data)})
+    updated = lm.model_copy(update={"parallel": parallel})
+    return replace(subject, config=subject.config.model_copy(update={"lm": updated}))
+
+
+def _distinct(subjects: Sequence[Subject]) -> list[Subject]:
+    """Subjects under names that differ: a repeated one gets its number."""
+    seen: Counter[str] = Counter()
+    found = []
+    for subject in subjects:
+        name = subject.config.name
+        seen[name] += 1
+        number = f"-{seen[name]}" if seen[name] > 1 else ""
+        found.append(replace(subject, config=subject.config.model_copy(update={"name": name + number})))
+    return found
 
 
 def _about(subject: Subject, twins: Mapping[str, Sequence[Comparison]], prices: Prices) -> list[Section]:
