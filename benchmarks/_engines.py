@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import _plain_calm as plain
 import torch
 
+from calm_scale.autoencoder.frozen import FrozenAutoencoder
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import RunConfig
 from calm_scale.lm.heads import EnergyHead
@@ -86,8 +87,8 @@ def _plain_backbone() -> plain.Backbone:
     return plain.Backbone(V, K, D, LAYERS, HEADS, FFN)
 
 
-def _frozen_autoencoder(run: RunConfig) -> Autoencoder:
-    return Autoencoder(run.autoencoder.model, V, K).eval().requires_grad_(False)
+def _frozen_autoencoder(run: RunConfig) -> FrozenAutoencoder:
+    return FrozenAutoencoder(Autoencoder(run.autoencoder.model, V, K))
 
 
 def _optimized(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], object]:

@@ -11,15 +11,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from calm_scale.lm.sharded import write_shards
+
+
+class Staging:
+    """Host memory for the copies, kept from save to save: fresh memory costs several times the copy itself."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def copy(self, shard: Any) -> Any:
+        """The shard with its data in this staging; valid until the next copy of the same shard."""
+        data = shard.data.detach()
+        place = (shard.key, tuple(shard.global_offset))
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
+            buffer = self._buffers[place] = torch.empty(data.shape, dtype=data.dtype, device="cpu")
+        return replace(shard, data=buffer.copy_(data))
+
 
 class BackgroundWrite:
-    """A write that goes on in the background. Its ranks talk through a process group of their own."""
+    """A write that goes on in the background. Its ranks talk through a process group of their own.
+
+    The previous write from the same ``staging`` must have ended.
+    """
 
     def __init__(
-        self, shards: Sequence[Any], values: Mapping[str, Any], directory: Path, group: dist.ProcessGroup
+        self,
+        shards: Sequence[Any],
+        values: Mapping[str, Any],
+        directory: Path,
+        group: dist.ProcessGroup,
+        staging: Staging,
     ) -> None:
         self._error: BaseException | None = None
-        copied = [replace(shard, data=shard.data.detach().cpu().clone()) for shard in shards]
+        copied = [staging.copy(shard) for shard in shards]
         self._thread = threading.Thread(
             target=self._run, args=(copied, dict(values), directory, group), name="checkpoint-writer"
         )
@@ -39,30 +65,6 @@ class BackgroundWrite:
         self, shards: Sequence[Any], values: dict[str, Any], directory: Path, group: dist.ProcessGroup
     ) -> None:
         try:
-            _write(shards, values, directory, group)
+            write_shards(shards, values, directory, group)
         except BaseException as error:  # handed to whoever waits
             self._error = error
-
-
-def _write(shards: Sequence[Any], values: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
-    """The layout of files that ``dist_checkpointing`` reads: torch's sharded files, common.pt, metadata.json."""
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-    from megatron.core.dist_checkpointing.mapping import is_main_replica
-    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    by_key: dict[str, list[Any]] = {}
-    for shard in shards:
-        if is_main_replica(shard.replica_id):
-            by_key.setdefault(shard.key, []).append(shard)
-    save(
-        mcore_to_pyt_state_dict(by_key, False),
-        storage_writer=FileSystemWriter(directory),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        process_group=group,
-    )
-    if dist.get_rank(group) == 0:
-        torch.save({"values": values}, directory / COMMON_STATE_FNAME)
-        save_config(CheckpointingConfig("torch_dist", 1), str(directory))

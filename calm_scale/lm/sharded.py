@@ -36,20 +36,37 @@ class CheckpointMismatchError(CalmScaleError):
     """What is stored and what the model needs are not the same tensors."""
 
 
-def write_shards(shards: Sequence[Any], values: Mapping[str, Any], directory: Path) -> None:
-    """Write this rank's ``ShardedTensor``s and (rank 0) the plain values. Every rank calls it.
+def write_shards(
+    shards: Sequence[Any],
+    values: Mapping[str, Any],
+    directory: Path,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write this rank's ``ShardedTensor``s and (rank 0) the plain values. Every rank of ``group`` calls it.
 
-    Megatron's writer starts helper processes, so an entry script needs ``if __name__ == "__main__"``.
+    The files are those that ``dist_checkpointing`` reads: torch's sharded files, common.pt, metadata.json. Tensors
+    are written from where they are, by this process (Megatron's own writer copies them and forks first).
     """
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    described: dict[str, Any] = {_unique(shard): shard for shard in shards}
-    dist_checkpointing.save(
-        {**described, "values": dict(values)},
-        str(directory),
-        sharded_strategy=TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+    by_key: dict[str, list[Any]] = {}
+    for shard in shards:
+        if is_main_replica(shard.replica_id):
+            by_key.setdefault(shard.key, []).append(shard)
+    save(
+        mcore_to_pyt_state_dict(by_key, False),
+        storage_writer=FileSystemWriter(directory),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        process_group=group,
     )
+    if dist.get_rank(group) == 0:
+        torch.save({"values": dict(values)}, directory / COMMON_STATE_FNAME)
+        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
 
 def read_shards(shards: Sequence[Any], directory: Path, prefixes: Sequence[str] = ("",)) -> dict[str, Any]:

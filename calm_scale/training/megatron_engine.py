@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from calm_scale.autoencoder.frozen import FrozenAutoencoder
+from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.lm.background import BackgroundWrite
+from calm_scale.lm.background import BackgroundWrite, Staging
 from calm_scale.lm.build import build_models, language_model_stage
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets
@@ -54,7 +56,7 @@ class MegatronEngine:
     def __init__(self, run: RunConfig, world: Ranks, codec: LatentCodec | None) -> None:
         stage = language_model_stage(run)
         self._run = run
-        self._codec = codec
+        self._codec = FrozenAutoencoder(codec) if isinstance(codec, Autoencoder) else codec
         self.layout: Layout = initialize(stage.parallel, world)
         self.data_rank = self.layout.data_rank
         self.data_size = self.layout.data_size
@@ -72,6 +74,7 @@ class MegatronEngine:
         _connect(self.models, self.chunks, self.layout)
         self.steps = 0
         self._writers: dist.ProcessGroup | None = None
+        self._staging = Staging()
 
     def train_step(self, batch: Batch, lr: float) -> StepResult:
         """One optimizer step on this rank's share [A, b, S] of the global batch.
@@ -170,13 +173,14 @@ class MegatronEngine:
     def save_async(self, directory: Path) -> BackgroundWrite:
         """Copy this rank's shards now and write the copy in the background. Every rank calls it.
 
-        The copy is held in CPU memory until it is written; the checkpoint is the same as ``save``'s.
+        The copy's CPU memory is kept for the next save; an earlier write must have ended. The checkpoint is the same
+        as ``save``'s.
         """
         self._check_replicas_if_asked()
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo")
         shards = snapshot(self.models, self.optimizer, self.layout)
-        return BackgroundWrite(shards, plain_values(self.steps), directory, self._writers)
+        return BackgroundWrite(shards, plain_values(self.steps), directory, self._writers, self._staging)
 
     def load(self, directory: Path) -> None:
         """Read weights and optimizer state, whatever layout wrote them.
@@ -185,6 +189,10 @@ class MegatronEngine:
             CheckpointMismatchError: a key is missing, unexpected or of another shape.
         """
         self.steps = load_training_state(self.models, self.optimizer, self.layout, directory)
+
+    def weights_changed(self) -> None:
+        """Call after the models' weights were filled from elsewhere (an import): the fp32 master weights follow."""
+        self.optimizer.inner.reload_model_params()
 
     def _check_replicas_if_asked(self) -> None:
         if language_model_stage(self._run).parallel.check_replicas:

@@ -7,6 +7,7 @@ one by a flat slice of that copy on each data-parallel rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,21 +64,23 @@ class Moments(ABC):
         """Whether data-parallel ranks hold different parts."""
 
     @torch.no_grad()
-    def collect(self, parameter: nn.Parameter, owner: int, layout: Layout) -> torch.Tensor:
-        """All of a parameter's tensors [names, numel], on the CPU of data-parallel rank ``owner``.
+    def collect(self, parameter: nn.Parameter, owner: int, layout: Layout) -> Sequence[torch.Tensor]:
+        """All of a parameter's tensors, flat, by ``names``, on the CPU of data-parallel rank ``owner``.
 
-        Collective over the data-parallel group; what other ranks get is meaningless.
+        The live tensors themselves where they are whole and on the CPU: copy them before the next update, or write
+        them before it. Collective over the data-parallel group; what other ranks get is meaningless.
         """
         slot = self.slot(parameter)
-        if not self.is_sliced and owner != layout.data_rank:
-            return torch.empty(0)
+        if not self.is_sliced:
+            live = owner == layout.data_rank and slot is not None
+            return [tensor.reshape(-1).cpu() for tensor in self._tensors(slot)] if live and slot else []
         whole = torch.zeros(len(self.names), parameter.numel(), device=parameter.device)
         if slot is not None:
             for row, tensor in zip(whole, self._tensors(slot), strict=True):
                 row[slot.start : slot.stop] = tensor.reshape(-1)
         if self.is_sliced and layout.data_size > 1:
             dist.reduce(whole, dist.get_global_rank(layout.data_group, owner), group=layout.data_group)
-        return whole.cpu()
+        return list(whole.cpu())
 
     @torch.no_grad()
     def spread(

@@ -43,7 +43,10 @@ def plain_values(steps: int) -> dict[str, int]:
 
 
 def snapshot(models: Sequence[CalmModel], optimizer: MegatronOptimizer, layout: Layout) -> list[Any]:
-    """This rank's part of the state as ``ShardedTensor``s. Collective over the data-parallel group."""
+    """This rank's part of the state as ``ShardedTensor``s. Collective over the data-parallel group.
+
+    Where it can, the live tensors: copy or write them before the next update.
+    """
     moments = Moments.of(optimizer.inner)
     shards: list[Any] = []
     for owner, parameter, pieces in _by_parameter(models, layout):
@@ -91,7 +94,9 @@ def _by_parameter(
     return [(index % layout.data_size, p, pieces) for index, (p, pieces) in enumerate(grouped.values())]
 
 
-def _optimizer_shards(pieces: Sequence[Piece], names: Sequence[str], whole: torch.Tensor) -> list[Any]:
+def _optimizer_shards(
+    pieces: Sequence[Piece], names: Sequence[str], whole: Sequence[torch.Tensor] | torch.Tensor
+) -> list[Any]:
     return [
         piece.shard(f"optimizer.{name}.{piece.key}", tensor, is_main=True)
         for name, tensor in zip(names, whole, strict=True)

@@ -17,11 +17,13 @@ from calm_scale.lm import vocabulary
 from calm_scale.training.megatron_engine import MegatronEngine
 
 
+WORLD = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+
+
 @pytest.fixture
 def engine() -> Iterator[MegatronEngine]:
     run = RunConfig.model_validate(tiny_run(training={"optimizer": {"weight_decay": 0.5}}))
-    world = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    yield MegatronEngine(run, world, FixedCodec(101))
+    yield MegatronEngine(run, WORLD, FixedCodec(101))
     dist.destroy_process_group()
 
 
@@ -51,6 +53,18 @@ def test_evaluation_changes_neither_weights_nor_later_noise(engine: MegatronEngi
     before = engine._pass(batch, forward_only=True, namespace="train", step=1)
     assert engine.evaluate([batch]) == engine.evaluate([batch])
     assert engine._pass(batch, forward_only=True, namespace="train", step=1) == before
+
+
+def test_masters_follow_weights_that_were_filled_from_elsewhere() -> None:
+    run = RunConfig.model_validate(tiny_run(training={"precision": "bf16"}))
+    engine = MegatronEngine(run, WORLD, FixedCodec(101))
+    weight = engine.models[0].decoder.layers[0].mlp.linear_fc2.weight
+    with torch.no_grad():
+        weight.fill_(0.5)
+    engine.weights_changed()
+    engine.train_step(batch_of(engine, run, 1), 1e-3)
+    torch.testing.assert_close(weight.float(), torch.full_like(weight, 0.5).float(), rtol=0, atol=0.01)
+    dist.destroy_process_group()
 
 
 def test_no_batches_to_evaluate_is_an_error(engine: MegatronEngine) -> None:
