@@ -16,7 +16,6 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm import vocabulary
 from calm_scale.training.megatron_engine import MegatronEngine
 
-
 WORLD = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 
 
