@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Literal
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.lm import LMStage
+from launchers.environment import facts
 from launchers.local import launch
 
 Stage = Literal["autoencoder", "lm"]
-_LAUNCHER_VARIABLES = ("RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
 def autoencoder_section(config: RunConfig) -> AutoencoderStage:
@@ -39,17 +38,15 @@ def default_ranks(config: RunConfig, stage: Stage) -> int:
     return parallel.model_parallel * (parallel.data or 1)
 
 
-def under_a_launcher() -> bool:
-    """True when torchrun, srun, mpirun or our own launcher has already started this process as one of many."""
-    return any(name in os.environ for name in _LAUNCHER_VARIABLES)
-
-
 def spawn_if_needed(num_ranks: int) -> int | None:
     """Start this same command ``num_ranks`` times on this machine and wait; the exit code of the whole.
 
     Returns:
-        None when this process should do the work itself: it is a rank already, or one rank is enough.
+        None when this process should do the work itself: one rank is enough, or srun, mpirun, torchrun or our own
+        launcher has started it as one of many. A single task of srun (an interactive shell, say) is alone.
     """
-    if under_a_launcher() or num_ranks == 1:
+    me = facts()
+    alone = me.launcher == "none" or (me.launcher == "slurm" and me.world_size == 1)
+    if num_ranks == 1 or not alone:
         return None
     return launch([sys.executable, "-m", "calm_scale", *sys.argv[1:]], num_ranks)
