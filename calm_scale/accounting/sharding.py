@@ -28,7 +28,7 @@ class StageParameters:
     Attributes:
         trained: weights with gradient and optimizer state.
         position_parallel: those of them (the head) whose gradients are summed over the tensor-parallel group.
-        frozen: the frozen autoencoder, where this stage needs it.
+        frozen: the frozen autoencoder, which every rank loads.
     """
 
     stage: int
@@ -43,6 +43,7 @@ def stage_parameters(config: RunConfig) -> list[StageParameters]:
     parallel = lm_of(config).parallel
     layers, stages = balance(config), parallel.pipeline
     one_layer = sum(local_parameters(config, c) for c in _one_layer(config))
+    frozen = 0 if is_autoregressive(config) else parameters_of(autoencoder_components(config))
     found = []
     for stage in range(stages):
         mine = layers[stage::stages]
@@ -61,7 +62,7 @@ def stage_parameters(config: RunConfig) -> list[StageParameters]:
                 layers=mine,
                 trained=trained + head,
                 position_parallel=head if replicated_head and parallel.tensor > 1 else 0,
-                frozen=_frozen(config, first=first, last=last),
+                frozen=frozen,
             )
         )
     return found
@@ -92,10 +93,3 @@ def local_parameters(config: RunConfig, component: Component) -> int:
 
 def _one_layer(config: RunConfig) -> tuple[Component, ...]:
     return layer_components(lm_of(config).backbone, 0)
-
-
-def _frozen(config: RunConfig, *, first: bool, last: bool) -> int:
-    if is_autoregressive(config):
-        return 0
-    reads_latents = lm_of(config).input_mode != "discrete"
-    return parameters_of(autoencoder_components(config)) if last or (first and reads_latents) else 0
