@@ -33,11 +33,18 @@ Step = Annotated[
 ]
 
 
-def evaluate(config: ConfigFile, set_: Overrides = None, step: Step = None, json: JsonFile = None) -> None:
+def evaluate(
+    config: ConfigFile,
+    set_: Overrides = None,
+    step: Step = None,
+    coverage: Annotated[str | None, typer.Option("--coverage", help="first or all token offsets.")] = None,
+    json: JsonFile = None,
+) -> None:
     """BrierLM on held-out text: four components, their intervals, and the protocol they depend on."""
     from calm_scale.stages.evaluate import run_evaluation
 
-    raise typer.Exit(run_evaluation(load(config, set_ or ()), step=step, json_file=json))
+    overrides = [*(set_ or ()), *([f"evaluation.coverage={coverage}"] if coverage else [])]
+    raise typer.Exit(run_evaluation(load(config, overrides), step=step, json_file=json))
 
 
 def generate(

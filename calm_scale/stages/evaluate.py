@@ -30,6 +30,7 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
     """
     from calm_scale.evaluation.evaluate import evaluate
     from calm_scale.evaluation.report import save, table
+    from calm_scale.sampling.temperature import TemperedModel
 
     stage = lm_section(config)
     dataset = open_split(config, config.evaluation.split, stage.backbone.positions * config.patch_size)
@@ -41,7 +42,7 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
         with Progress(console=console, disable=not (world.is_first and console.is_terminal)) as progress:
             task = progress.add_task("BrierLM", total=total)
             result = evaluate(
-                opened.model,
+                TemperedModel(opened.model, config.evaluation.algorithm, config.evaluation),
                 dataset,
                 config.evaluation,
                 bos_id=dataset.manifest.bos_id if dataset.manifest.add_bos else None,

@@ -15,6 +15,7 @@ from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.json_lines import read_texts
+from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
 
 if TYPE_CHECKING:
@@ -38,14 +39,21 @@ def run_generation(
     world = init_world()
     try:
         opened = open_model(config, world, step)
-        streaming = jsonl is None and len(texts) == 1
+        streaming = jsonl is None and len(texts) == 1 and world.is_first
         if streaming:
             sys.stdout.write(texts[0])
         done = generate(
-            opened.model, tokenizer, texts, config.generation, on_text=_stream if streaming else None
+            opened.model,
+            tokenizer,
+            texts,
+            config.generation,
+            on_text=_stream if streaming else None,
+            max_patches=lm_section(config).backbone.positions,
         )
     finally:
         world.close()
+    if not world.is_first:
+        return EXIT_OK
     if jsonl is not None:
         _write_lines(done, texts, out)
     elif streaming:
