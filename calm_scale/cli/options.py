@@ -24,4 +24,4 @@ NumRanks = Annotated[
     typer.Option("--nproc", min=1, help="Ranks to start on this machine (default: what the layout needs)."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the result as JSON.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this JSON file.")]

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Path | None = None) -> int:
-    """Score the newest checkpoint (or ``step``); the result goes to ``<workdir>/eval/step_XXXXXXXX.json``.
+    """Score the newest checkpoint (or ``step``); the result goes to ``json_file`` or
+    ``<workdir>/eval/step_XXXXXXXX.json``.
 
     Under a launcher the ranks share the sequences; every rank holds the whole model.
     """
@@ -52,11 +53,10 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
                 on_sequence=lambda done, of: progress.update(task, completed=done, total=of),
             )
         if world.is_first:
-            default = config.workdir / "eval" / f"step_{opened.card.step:08d}.json"
-            for path in {default, json_file or default}:
-                save(result, path)
+            path = json_file or config.workdir / "eval" / f"step_{opened.card.step:08d}.json"
+            save(result, path)
             console.print(table(result, title=f"BrierLM · {config.name} at step {opened.card.step}"))
-            console.print(f"written to {json_file or default}", soft_wrap=True, highlight=False)
+            console.print(f"written to {path}", soft_wrap=True, highlight=False)
         if stage.head.kind == "softmax":
             _exact(config, opened, dataset, world, console)
         return EXIT_OK

@@ -84,7 +84,7 @@ def read_results(folder: DemoFolder, training_flops: float, layouts: list[str]) 
     return Results(
         autoencoder_rows=read_metrics(folder.run / "autoencoder" / "metrics.jsonl"),
         lm_rows=lm_rows,
-        evaluation=load_evaluation(folder.run / "eval" / "brier.json"),
+        evaluation=load_evaluation(folder.run / "eval" / f"step_{lm_rows[-1]['step']:08d}.json"),
         layouts=layouts,
         resumed_at=starts[-1].first_step,
         samples=_samples(folder.samples),

@@ -95,7 +95,7 @@ class _Demo:
     def evaluate(self) -> None:
         """BrierLM on the held-out documents."""
         self._title("6 · BrierLM on held-out text")
-        self._run(calm_scale("eval", self.document, "--json", str(self.folder.run / "eval" / "brier.json")))
+        self._run(calm_scale("eval", self.document))
 
     def generate(self) -> None:
         """Samples by Algorithm 2."""
