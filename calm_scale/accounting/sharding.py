@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from calm_scale.accounting.autoencoder_model import autoencoder_components
+from calm_scale.accounting.autoencoder_model import autoencoder_components, model_of
 from calm_scale.accounting.backbone_model import (
     input_components,
     is_autoregressive,
@@ -28,7 +28,7 @@ class StageParameters:
     Attributes:
         trained: weights with gradient and optimizer state.
         position_parallel: those of them (the head) whose gradients are summed over the tensor-parallel group.
-        frozen: the frozen autoencoder, which every rank loads.
+        frozen: the frozen autoencoder, which every rank loads, and the table of its encoder where it encodes.
     """
 
     stage: int
@@ -44,6 +44,8 @@ def stage_parameters(config: RunConfig) -> list[StageParameters]:
     layers, stages = balance(config), parallel.pipeline
     one_layer = sum(local_parameters(config, c) for c in _one_layer(config))
     frozen = 0 if is_autoregressive(config) else parameters_of(autoencoder_components(config))
+    table = config.vocab_size * model_of(config).hidden_size
+    reads_latents = lm_of(config).input_mode != "discrete"
     found = []
     for stage in range(stages):
         mine = layers[stage::stages]
@@ -62,7 +64,7 @@ def stage_parameters(config: RunConfig) -> list[StageParameters]:
                 layers=mine,
                 trained=trained + head,
                 position_parallel=head if replicated_head and parallel.tensor > 1 else 0,
-                frozen=frozen,
+                frozen=frozen + (table if frozen and (last or (first and reads_latents)) else 0),
             )
         )
     return found

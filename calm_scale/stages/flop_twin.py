@@ -17,6 +17,10 @@ _LOSS_NOTE = (
     "the count takes l multiply-accumulates a pair"
 )
 
+_TABLE_NOTE = (
+    "counted by the convention, but looked up in a table: for frozen weights it depends on the token alone"
+)
+
 
 def compare(config: RunConfig) -> list[Comparison]:
     """Run the twin of ``config`` forward and backward; every quantity per position (patch)."""
@@ -62,10 +66,13 @@ def _language_model(twin: RunConfig) -> list[Comparison]:
     engine = MegatronEngine(twin, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), codec)
     tokens = torch.randint(0, twin.vocab_size, (1, BATCH, POSITIONS * twin.patch_size))
     batch = Batch(step=0, tokens=tokens, sample_ids=torch.arange(BATCH)[None])
+    engine.evaluate([batch])  # makes the frozen encoder's table
     forward = _count(lambda: engine.evaluate([batch]))
     both = _count(lambda: engine.train_step(batch, 1e-3))
     loss_forward, loss_both = _loss_alone(twin)
-    components = [c for c in lm_components(twin) if c.part != "loss"]
+    executed = [c for c in lm_components(twin) if c.part != "loss"]
+    looked_up = [c for c in executed if c.name.startswith("encoder.token.")]
+    components = [c for c in executed if c not in looked_up]
     mode = twin.lm.parallel.recompute if twin.lm else "none"
     again = FLOPS_PER_MAC * sum(recomputed(c, mode) for c in components)
     hardware = _flops(components, "forward") + _flops(components, "backward") + again
@@ -75,6 +82,10 @@ def _language_model(twin: RunConfig) -> list[Comparison]:
         Comparison("language model, forward", _flops(components, "forward"), forward - loss_forward),
         Comparison("language model, forward and backward", hardware, both - loss_both),
     ]
+    if looked_up:
+        found.append(
+            Comparison("frozen encoder, per-token half", _flops(looked_up, "forward"), 0, _TABLE_NOTE)
+        )
     if loss_both:
         pairwise = [c for c in lm_components(twin) if c.part == "loss"]
         symbolic = _flops(pairwise, "forward") + _flops(pairwise, "backward")

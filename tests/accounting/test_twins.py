@@ -64,7 +64,7 @@ def counted(make_tiny: MakeRun, tmp_path_factory: pytest.TempPathFactory) -> dic
 @pytest.mark.parametrize("case", CASES)
 def test_every_product_of_the_twin_is_counted(counted: dict[str, Any], case: str) -> None:
     found = counted[case]
-    exact = [c for c in found if not c["what"].startswith("energy loss")]
+    exact = [c for c in found if not c["note"]]
     assert len(exact) == (3 if case == "baseline" else 6)
     for comparison in exact:
         assert comparison["symbolic"] == comparison["counted"] > 0, comparison
@@ -76,6 +76,10 @@ def test_what_the_counter_sees_differently_is_itemised(counted: dict[str, Any]) 
     sample_target, incidence = 2 * n * m * l, 2 * (2 * n * n * (n - 1) // 2 * l)
     assert loss["counted"] == sample_target + incidence
     assert loss["note"]
+    (table,) = [c for c in counted["energy"] if c["what"].startswith("frozen encoder")]
+    k, a, f = 4, 16, 24
+    assert table["symbolic"] == 2 * k * 3 * a * f
+    assert table["counted"] == 0
 
 
 def test_twin_keeps_the_architecture(tiny: MakeRun) -> None:
