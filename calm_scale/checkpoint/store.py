@@ -210,6 +210,8 @@ class CheckpointStore:
     def _prepare(self, step: int) -> None:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            for removal in self._removing:
+                removal.wait()  # its space counts
             check_space(self.root, self._last_size, step)
             name = folder_name(step)
             wreck, taken = self.root / (name + TMP), self.root / name

@@ -76,6 +76,12 @@ class MegatronEngine:
         self._writers: dist.ProcessGroup | None = None
         self._staging = Staging()
 
+    @property
+    def place(self) -> str:
+        """Where this rank stands, for the watchdog's last words."""
+        at = self.layout
+        return f"tensor {at.tensor_rank}, pipeline stage {at.pipeline_rank}, data {at.data_rank}"
+
     def train_step(self, batch: Batch, lr: float) -> StepResult:
         """One optimizer step on this rank's share [A, b, S] of the global batch.
 
