@@ -35,11 +35,13 @@ class EnergyBlock(nn.Module):
         """x [..., N, d], hidden [..., d] → [..., N, d]."""
         entry, middle, gates = (_linear(self.linears, index) for index in (0, 2, 4))
         size = x.shape[-1]
-        of_hidden = F.linear(hidden, entry.weight[:, size:], entry.bias)
-        y = F.linear(self.in_ln(x), entry.weight[:, :size]) + of_hidden.unsqueeze(-2)
+        y = F.linear(self.in_ln(x), entry.weight[:, :size])
+        y += F.linear(hidden, entry.weight[:, size:], entry.bias).unsqueeze(-2)
         y = middle(F.silu(y))
         gate, up = gates(F.silu(y)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        out: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        out += x
+        return out
 
 
 class FinalLayer(nn.Module):
