@@ -26,7 +26,7 @@ import numpy as np
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _prep_peers import run_peer
+from _prep_peers import run_peer, timed
 
 from calm_scale.config.data import TokenizerConfig
 from data_prep.manifest import Manifest
@@ -137,11 +137,7 @@ class Bench:
         command = [sys.executable, "-m", "calm_scale", "prep", str(config), "--workers", str(workers)]
         if pinned:
             command = ["taskset", "-c", str(self.core), *command]
-        begin = time.perf_counter()
-        subprocess.run(
-            command, check=True, stdout=subprocess.DEVNULL, stderr=sys.stderr, env=self._environment()
-        )
-        wall = time.perf_counter() - begin
+        wall, _ = timed(command, self._environment(), cpu=self.cpu)
         data = out / "data"
         done = json.loads((data / "prep.log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
         steady = done["steady_cpu_seconds" if self.cpu else "steady_seconds"]
