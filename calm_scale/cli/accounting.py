@@ -25,12 +25,23 @@ def flops(
     set_: Overrides = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained HTML file.")] = None,
     json: JsonFile = None,
+    count: Annotated[
+        bool, typer.Option("--count", help="Check against torch's FLOP counter on a tiny twin.")
+    ] = False,
+    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per device-hour.")] = None,
+    watts: Annotated[float | None, typer.Option("--watts", min=0, help="Watts per device, for kWh.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of tables.")] = False,
 ) -> None:
     """FLOPs by component, token and run, beside the paper's Table 1; for a run folder also what was done and wasted."""
+    from calm_scale.accounting.report.run_sections import Prices
     from calm_scale.stages.flops import report
 
-    raise typer.Exit(report(targets, set_ or [], html_file=html, json_file=json, markdown=markdown))
+    prices = Prices(dollars_per_device_hour=price, watts_per_device=watts)
+    raise typer.Exit(
+        report(
+            targets, set_ or [], html_file=html, json_file=json, markdown=markdown, count=count, prices=prices
+        )
+    )
 
 
 def plan(
@@ -39,10 +50,13 @@ def plan(
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs on a node.")] = 8,
     gpu: Annotated[str, typer.Option("--gpu", help="a100, h100, h200, b200, mi300x.")] = "h100",
+    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per GPU-hour.")] = None,
     json: JsonFile = None,
 ) -> None:
     """Layouts ranked for a number of nodes: memory, bubble, step time, days; and the one to take."""
     from calm_scale.stages.plan import print_plan
 
     resolved = load(config, set_ or ())
-    raise typer.Exit(print_plan(resolved, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, json_file=json))
+    raise typer.Exit(
+        print_plan(resolved, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, price=price, json_file=json)
+    )

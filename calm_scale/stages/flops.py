@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from calm_scale.accounting.report.build import Subject, build, emit
+from calm_scale.accounting.report.run_sections import Prices
+from calm_scale.accounting.twin import Comparison
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.run_folder import config_of
 
@@ -17,10 +19,27 @@ def report(
     html_file: Path | None = None,
     json_file: Path | None = None,
     markdown: bool = False,
+    count: bool = False,
+    prices: Prices | None = None,
 ) -> int:
-    """Print the report and write the files asked for. Returns the exit code."""
+    """Print the report and write the files asked for. Returns the exit code.
+
+    With ``count`` a tiny twin of each model is run under torch's FLOP counter and compared with the formulas.
+    """
     subjects = [
         Subject(config_of(target, overrides), target if target.is_dir() else None) for target in targets
     ]
-    emit(build(subjects), html_file=html_file, json_file=json_file, markdown=markdown)
+    twins = _twins(subjects) if count else None
+    emit(
+        build(subjects, twins=twins, prices=prices),
+        html_file=html_file,
+        json_file=json_file,
+        markdown=markdown,
+    )
     return EXIT_OK
+
+
+def _twins(subjects: Sequence[Subject]) -> dict[str, Sequence[Comparison]]:
+    from calm_scale.stages.flop_twin import compare
+
+    return {subject.config.name: compare(subject.config) for subject in subjects}

@@ -12,9 +12,18 @@ from calm_scale.stages.launch import lm_section
 
 
 def print_plan(
-    config: RunConfig, *, nodes: int, gpus_per_node: int, gpu: str, json_file: Path | None = None
+    config: RunConfig,
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str,
+    price: float | None = None,
+    json_file: Path | None = None,
 ) -> int:
     """Print the ranked layouts and the one to take."""
     lm_section(config)
-    emit(plan_document(config, nodes, gpu, gpus_per_node=gpus_per_node), json_file=json_file)
+    emit(
+        plan_document(config, nodes, gpu, gpus_per_node=gpus_per_node, dollars_per_device_hour=price),
+        json_file=json_file,
+    )
     return EXIT_OK
