@@ -197,6 +197,7 @@ def write_split(
         provenance={
             "plan": plan.key,
             "inputs": [{"name": i.name, "bytes": i.size, "identity": i.identity} for i in plan.inputs],
+            "tokenizer": plan.tokenizer_config.model_dump(mode="json", exclude={"encoder", "on_mismatch"}),
             "corrupt_inputs": totals.corrupt,
             "share_of_documents": [split.low, split.high],
         },

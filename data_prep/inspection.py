@@ -9,9 +9,11 @@ from typing import Protocol
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.errors import ShardError
+from calm_scale.config.data import TokenizerConfig
+from data_prep.errors import ShardError, TokenizerError
 from data_prep.manifest import Manifest, ShardEntry
 from data_prep.reading import ShardDataset
+from data_prep.tokenizer import Tokenizer, load_tokenizer
 
 
 class Decodes(Protocol):
@@ -36,6 +38,19 @@ class StoredSequence:
     shard: ShardEntry
     source: str
     text: str | None
+
+
+def tokenizer_of(manifest: Manifest, path: Path | None = None) -> Tokenizer:
+    """The tokenizer a split was made with: from ``path``, or from where it was when the split was made.
+
+    Raises:
+        TokenizerError: there is none.
+    """
+    stated = TokenizerConfig.model_validate(manifest.provenance.get("tokenizer", {}))
+    place = path or stated.path
+    if place is None:
+        raise TokenizerError("the manifest does not say where its tokenizer is; name it")
+    return load_tokenizer(stated, place, verified=True)
 
 
 def read_sequence(split_dir: Path, index: int, tokenizer: Decodes | None = None) -> StoredSequence:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from calm_scale.config import RunConfig
 from calm_scale.config.base import ConfigError
-from calm_scale.config.data import PrepConfig
+from calm_scale.config.data import PrepConfig, TokenizerConfig
 from data_prep.errors import PrepError
 from data_prep.inputs import Input, list_inputs
 from data_prep.shards import token_dtype
@@ -49,6 +49,7 @@ class Plan:
     dtype: str
     vocab_size: int
     tokenizer: dict[str, Any]
+    tokenizer_config: TokenizerConfig
     pad_id: int | None
 
     @cached_property
@@ -146,6 +147,7 @@ def make_plan(config: RunConfig, tokenizer: Tokenizer) -> Plan:
             "add_bos": tokenizer.add_bos,
             "add_eos": tokenizer.add_eos,
         },
+        tokenizer_config=config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
         pad_id=tokenizer.pad_id,
     )
 

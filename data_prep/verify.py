@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from rich.console import Console
 
 from data_prep.cold import open_cold
 from data_prep.errors import ShardError
@@ -136,3 +137,21 @@ def _header_problems(manifest: Manifest, entry: ShardEntry, header: ShardHeader)
         "max_id": (header.max_id, entry.max_id),
     }
     return [f"{entry.name}: {k} is {a}, the manifest says {b}" for k, (a, b) in stated.items() if a != b]
+
+
+def show_verification(directory: Path, console: Console | None = None) -> bool:
+    """Verify, print one line per split and every problem; whether all is well.
+
+    Raises:
+        ShardError: there is no split in ``directory``.
+    """
+    console = console or Console(highlight=False)
+    found = verify_tree(directory)
+    for split in found:
+        state = "ok" if split.ok else f"{len(split.problems)} problem(s)"
+        console.print(
+            f"{split.directory}: {state} · {split.num_shards:,} shards, {split.num_tokens:,} tokens"
+        )
+        for problem in split.problems:
+            console.print(f"  {problem}")
+    return all(split.ok for split in found)

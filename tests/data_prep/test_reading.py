@@ -15,7 +15,7 @@ from calm_scale.config import RunConfig
 from data_prep.ahead import Ahead
 from data_prep.cold import compress_split, expand_split
 from data_prep.errors import ShardError
-from data_prep.inspection import draw_lengths, read_sequence, show_split
+from data_prep.inspection import draw_lengths, read_sequence, show_split, tokenizer_of
 from data_prep.manifest import Manifest
 from data_prep.megatron_format import export_megatron, import_megatron, open_megatron
 from data_prep.pipeline import prepare
@@ -23,7 +23,7 @@ from data_prep.reading import ShardDataset
 from data_prep.shards import HEADER_BYTES
 from data_prep.staging import stage_split
 from data_prep.tokenizer import load_tokenizer
-from data_prep.verify import verify_split, verify_tree
+from data_prep.verify import show_verification, verify_split, verify_tree
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -126,7 +126,7 @@ def test_verify_finds_a_flipped_bit_and_nothing_else(prepared: RunConfig) -> Non
     assert shard.name in problems[0]
     with pytest.raises(ShardError, match="no prepared split"):
         verify_tree(split.parent.parent.parent)
-    assert not all(v.ok for v in verify_tree(prepared.workdir))
+    assert not show_verification(prepared.workdir)
 
 
 def test_the_cold_form_trains_directly_and_expands_to_the_same_bytes(prepared: RunConfig) -> None:
@@ -186,6 +186,8 @@ def test_inspection_shows_text_source_and_lengths(
     assert first.text is not None
     assert first.text.startswith("<|begin_of_text|>")
     assert "in.jsonl.zst" in first.source
+    again = read_sequence(split, 0, tokenizer_of(Manifest.read(split)))
+    assert again.text == first.text
     with pytest.raises(ShardError, match="holds sequences 0 to"):
         read_sequence(split, 10**6)
     other = load_tokenizer(prepared.tokenizer.model_copy(update={"add_eos": True}), prepared.tokenizer_path)
