@@ -147,14 +147,13 @@ class Bench:
         return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.scratch / "cache")}
 
     def peer(self, name: str, files: list[Path]) -> float:
-        """Wall seconds of a peer's whole command."""
+        """Seconds of a peer's whole command."""
         out = self.scratch / "peer"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         arguments = [*map(str, files), str(self.definition), str(out / "corpus"), str(EOS)]
-        return run_peer(
-            self.core, name, *arguments, extra_path=str(self.packages) if name == "gigatoken" else ""
-        )[0]
+        packages = str(self.packages) if name == "gigatoken" else ""
+        return run_peer(self.core, name, *arguments, extra_path=packages, cpu=self.cpu)[0]
 
     def rate(self, run: Run) -> float:
         """Steady MB of text per second."""

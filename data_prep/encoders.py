@@ -87,10 +87,14 @@ class TiktokenEncoder:
 
     def encode_flat(self, texts: list[str], *, framed: bool) -> Flat:
         """See ``Encoder``."""
+        framing = [piece for piece in (self._before, self._after) if framed and len(piece)]
         pieces = [self._one(text) for text in texts]
-        if framed and (len(self._before) or len(self._after)):
-            pieces = [np.concatenate([self._before, piece, self._after]) for piece in pieces]
-        return _flatten(pieces)
+        if not framing:
+            return _flatten(pieces)
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum([len(piece) + len(framing) for piece in pieces], out=offsets[1:])
+        wrapped = [part for piece in pieces for part in (self._before, piece, self._after)]
+        return (np.concatenate(wrapped) if wrapped else np.empty(0, np.uint32)), offsets
 
     def _one(self, text: str) -> NDArray[np.uint32]:
         try:

@@ -31,6 +31,7 @@ class EncodeTask:
 
     def __init__(self, plan: Plan, journal: Journal, tokenizer: Tokenizer) -> None:
         self._plan, self._journal, self._tokenizer = plan, journal, tokenizer
+        tokenizer.get_ready()
         self._committer = ThreadPoolExecutor(1)
         self._committing: Future[None] | None = None
 

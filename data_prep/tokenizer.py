@@ -78,6 +78,11 @@ class Tokenizer:
                 self.judge_name,
             )
 
+    def get_ready(self) -> None:
+        """Load now what ``check`` needs, so that it is not loaded in the middle of the work."""
+        if self.encoder_name != self.judge_name:
+            self.check("get ready")
+
     @property
     def judge_name(self) -> str:
         """Name of the encoder the corpus is checked against."""
