@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""A seed of random streams. Streams are keyed by signed 64-bit words, so a larger one would not fit."""
 
 
 class CalmScaleError(Exception):

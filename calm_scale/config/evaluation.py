@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from calm_scale.config.base import Section
+from calm_scale.config.base import Section, Seed
 
 
 def _fraction(value: Any) -> Any:
@@ -45,7 +45,7 @@ class EvaluationConfig(Section):
     exact_batches: bool = True
     bootstrap: int = Field(default=1000, ge=100)
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    seed: int = 0
+    seed: Seed = 0
 
 
 class GenerationConfig(Section):
@@ -63,4 +63,4 @@ class GenerationConfig(Section):
     max_new_tokens: int = Field(default=128, gt=0)
     stop: tuple[str, ...] = ()
     batch_size: int = Field(default=16, gt=0)
-    seed: int = 0
+    seed: Seed = 0

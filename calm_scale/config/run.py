@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from calm_scale.config.autoencoder import AutoencoderStage
-from calm_scale.config.base import Section
+from calm_scale.config.base import Section, Seed
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from calm_scale.config.evaluation import EvaluationConfig, GenerationConfig
 from calm_scale.config.lm import LMStage
@@ -23,7 +23,7 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     workdir: Path = Path("runs/{name}")
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     vocab_size: int = Field(default=128_256, gt=1)
     patch_size: int = Field(default=4, gt=0)
     tokenizer: TokenizerConfig = TokenizerConfig()

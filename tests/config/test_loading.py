@@ -174,6 +174,9 @@ def test_overrides_win_and_are_named_in_errors(tmp_path: Path) -> None:
         ),
         ("name=../escape", "should match pattern"),
         ("seed=.nan", "`seed`"),
+        ("seed=9223372036854775808", "less than 9223372036854775808"),
+        ("evaluation.seed=-1", "greater than or equal to 0"),
+        ("generation.seed=99999999999999999999", "less than 9223372036854775808"),
     ],
 )
 def test_cross_checks(tmp_path: Path, override: str, words: str) -> None:
