@@ -65,6 +65,7 @@ class Run:
     stage: str
     workdir: Path
     process: subprocess.Popen[bytes] | None = None
+    wrecks: set[int] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:
@@ -74,6 +75,7 @@ class Run:
         command = [sys.executable, "-m", "calm_scale", COMMAND[self.stage], str(self.document)]
         command += ["--set", f"workdir={self.workdir}"]
         self.workdir.mkdir(parents=True, exist_ok=True)
+        self.wrecks = self.unfinished()
         with (self.workdir / "log.txt").open("ab") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -118,8 +120,16 @@ class Run:
             (e.step for e in inventory(self.folder / "checkpoints") if e.state == "complete"), default=0
         )
 
-    def saving(self) -> Path | None:
-        return next((self.folder / "checkpoints").glob("step_*.tmp"), None)
+    def saving(self) -> bool:
+        """A save of the present life is under way (a wreck of an earlier one does not count)."""
+        return bool(self.unfinished() - self.wrecks)
+
+    def unfinished(self) -> set[int]:
+        found = set()
+        for path in (self.folder / "checkpoints").glob("step_*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                found.add(path.stat().st_ino)
+        return found
 
 
 @dataclass
@@ -142,7 +152,7 @@ def torment(run: Run, kills: int, steps: int, chance: random.Random) -> Tally:
         if tally.in_save * 2 <= number:  # aim at a save again when one was missed
             run.until(lambda: bool(run.ranks()))
             ranks = run.ranks()
-            run.until(lambda: run.saving() is not None)
+            run.until(run.saving)
             time.sleep(chance.random() * 0.05)
         else:
             run.until(lambda base=base: run.saved() > base)
@@ -152,10 +162,10 @@ def torment(run: Run, kills: int, steps: int, chance: random.Random) -> Tally:
             time.sleep(chance.random() * 0.05)
         kill(run, ranks, all_ranks=chance.random() < 0.5, tally=tally)
         tally.kills += 1
-        tally.in_save += run.saving() is not None
+        tally.in_save += run.saving()
         tally.lost.append(run.step() - run.saved())
         tally.max_steps_lost = max(tally.lost)
-        what = "in a save" if run.saving() is not None else "between saves"
+        what = "in a save" if run.saving() else "between saves"
         print(
             f"kill {number + 1}/{kills}: step {run.step()}, saved {run.saved()}, {what}",
             file=sys.stderr,
