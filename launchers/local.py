@@ -1,8 +1,8 @@
 """Several ranks on this machine, without torchrun: signals reach the ranks, nobody is killed during a save.
 
-`launch` starts N copies of a command as ranks 0..N-1, hands TERM, INT, USR1 and USR2 on to each of them and waits.
-Rank 0 keeps the terminal (progress bars work); the others write to log files. When one rank fails the others are
-ended within a settable time. Whatever happens to the launcher, `kill -9` included, no rank outlives it.
+`launch` starts N copies of a command as ranks 0..N-1, hands TERM, INT, USR1, USR2 (and HUP, as TERM) on to each of
+them and waits. Rank 0 keeps the terminal (progress bars work); the others write to log files. When one rank fails
+the others are ended within a settable time. Whatever happens to the launcher, `kill -9` included, no rank outlives it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launchers.ports import PortLease
 from launchers.process import RankProcess, wait_for_any
 from launchers.verdict import REQUEUE, Verdict
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _POLL_SECONDS = 0.2
 
 
@@ -165,9 +165,11 @@ class _World:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: object) -> None:
+        # A closed terminal is a request to stop; the ranks know TERM for that.
+        handed_on = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         for rank in self._ranks:
-            rank.send(signal.Signals(number))
-        if self._grace is not None and number in (signal.SIGTERM, signal.SIGINT):
+            rank.send(handed_on)
+        if self._grace is not None and handed_on in (signal.SIGTERM, signal.SIGINT):
             self._kill_at = min(self._kill_at or float("inf"), time.monotonic() + self._grace)
 
 

@@ -80,5 +80,6 @@ def client(command: Sequence[str]) -> str:
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} did not answer within {_SECONDS} s: is the controller up?") from None
     if done.returncode:
-        raise LaunchError(f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip()}")
+        said = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+        raise LaunchError(f"{command[0]} failed ({done.returncode}): " + " ".join(said))
     return done.stdout.strip()
