@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, JsonFile, Overrides
+from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, output_file
 from calm_scale.config import load
 
 
@@ -23,7 +23,7 @@ def flops(
         typer.Argument(metavar="CONFIG|RUN...", help="Configurations or run folders.", show_default=False),
     ],
     set_: Overrides = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained HTML file.")] = None,
+    html: Annotated[Path | None, output_file("--html", "Write one self-contained HTML file.")] = None,
     json: JsonFile = None,
     count: Annotated[
         bool, typer.Option("--count", help="Check against torch's FLOP counter on a tiny twin.")

@@ -47,7 +47,7 @@ for room in (data, train, scoring, accounting, cluster, checkpoints, configurati
 
 
 def main() -> None:
-    """Run a command; a user's mistake is one message on stderr, never a traceback."""
+    """Run a command; a user's mistake, or a file that will not have it, is one message, never a traceback."""
     for told_elsewhere in ("Transformer Engine and Apex are not installed", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=f".*{told_elsewhere}")
     try:
@@ -57,6 +57,11 @@ def main() -> None:
         sys.exit(2)
     except CalmScaleError as error:
         _complain(error)
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _complain(CalmScaleError(f"{error.filename}: {error.strerror}"))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.stderr.write("\ncalm-scale: interrupted\n")

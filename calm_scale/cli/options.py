@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def _can_be_written(path: Path | None) -> Path | None:
+    """Refuse, before any work is done, a file that could not be written after it."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; name a file")
+    there = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+    if not path.exists() and not there.is_dir():
+        raise typer.BadParameter(f"{path}: {there} is a file, not a folder")
+    if not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"{path}: {there} cannot be written")
+    return path
+
+
+def output_file(option: str, help_: str) -> typer.models.OptionInfo:
+    """An option that names a file to write; one that cannot be written is a mistake in what was asked."""
+    info: typer.models.OptionInfo = typer.Option(option, help=help_, callback=_can_be_written)
+    return info
+
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
@@ -24,4 +46,4 @@ NumRanks = Annotated[
     typer.Option("--nproc", min=1, help="Ranks to start on this machine (default: what the layout needs)."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this JSON file.")]
+JsonFile = Annotated[Path | None, output_file("--json", "Write the result to this JSON file.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, JsonFile, Overrides
+from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, output_file
 from calm_scale.config import load
 
 
@@ -57,9 +57,7 @@ def generate(
         Path | None,
         typer.Option("--jsonl", help="Read prompts from a JSON-lines file (`prompt`), print JSON lines."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="File that --jsonl writes (default: stdout).")
-    ] = None,
+    out: Annotated[Path | None, output_file("--out", "File that --jsonl writes (default: stdout).")] = None,
     step: Step = None,
 ) -> None:
     """Sample text: likelihood-free temperature sampling (Algorithm 1 or 2), streamed to the terminal."""

@@ -71,6 +71,9 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["train-ae", "configs/lm/transformer-s.yaml"], "autoencoder"),
         (["flops"], "Missing argument"),
         (["nonsense"], "No such command"),
+        (["flops", "configs/lm/calm-m.yaml", "--html", "docs"], "docs is a folder; name a file"),
+        (["plan", "configs/lm/calm-m.yaml", "--json", "README.md/a/b.json"], "README.md is a"),
+        (["generate", "configs/lm/calm-m.yaml", "--out", "/proc/1/new/out.jsonl"], "'--out'"),
     ],
 )
 def test_a_users_mistake_is_a_message_and_exit_code_2(arguments: list[str], words: str) -> None:
@@ -84,3 +87,12 @@ def test_validate_says_what_it_checked() -> None:
     done = run("config", "validate", "configs/runs/calm-xl.yaml")
     assert done.returncode == 0
     assert "valid · run calm-xl" in done.stdout
+
+
+def test_a_file_that_cannot_be_used_is_a_message_and_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"extends: {REPO}/configs/lm/calm-m.yaml", encoding="utf-8")
+    (tmp_path / "lm" / "ledger.jsonl").mkdir(parents=True)
+    done = run("status", str(tmp_path))
+    assert done.returncode == 1
+    assert "ledger.jsonl: Is a directory" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
