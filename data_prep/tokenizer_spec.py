@@ -150,12 +150,15 @@ def _special(
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         definition = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(definition["model"]["vocab"], dict):
-            raise TokenizerError(
-                f"{file}: only vocabularies that map token → id (BPE, WordPiece) are supported"
-            )
-    except (ValueError, KeyError, TypeError) as error:
+        vocabulary = definition["model"]["vocab"]
+    except ValueError as error:
         raise TokenizerError(f"{file} is not a tokenizer.json: {error}") from None
+    except (KeyError, TypeError):
+        raise TokenizerError(f"{file} is not a tokenizer.json: it has no `model` with a `vocab`") from None
+    if not isinstance(vocabulary, dict):
+        raise TokenizerError(f"{file}: only vocabularies that map token → id (BPE, WordPiece) are supported")
+    if not vocabulary:
+        raise TokenizerError(f"{file}: its vocabulary is empty")
     # Leftovers of inference settings would cut documents or drop merges at random.
     model = (
         {**definition["model"], "dropout": None} if "dropout" in definition["model"] else definition["model"]

@@ -142,9 +142,14 @@ def test_clear_errors(tmp_path: Path, tokenizer_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"\x0a\x12\x03abc not ranks at all\n")
     with pytest.raises(TokenizerError, match=r"bad\.model:1 is not a line of tiktoken ranks"):
         load_tokenizer(TokenizerConfig(), tmp_path / "bad.model")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"bad\.json is not a tokenizer\.json"):
-        load_tokenizer(TokenizerConfig(), tmp_path / "bad.json")
+    for content, text in (
+        ('{"model"', r"bad\.json is not a tokenizer\.json"),
+        ("{}", r"bad\.json is not a tokenizer\.json: it has no `model` with a `vocab`"),
+        ('{"model": {"vocab": {}}}', r"bad\.json: its vocabulary is empty"),
+    ):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(TokenizerError, match=text):
+            load_tokenizer(TokenizerConfig(), tmp_path / "bad.json")
     with pytest.raises(TokenizerError, match=r"bos_token '<s>' is no special token.*<\|begin_of_text\|>"):
         load_tokenizer(TokenizerConfig(bos_token="<s>"), tokenizer_path)
     definition = json.loads(tokenizer_path.read_text())
