@@ -33,12 +33,20 @@ def run(
     workers: Annotated[
         int, typer.Option("--workers", min=1, help="Processes on this machine (without MPI).")
     ] = 1,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard an earlier prep and begin anew.")
+    ] = False,
+    compress: Annotated[bool, typer.Option("--compress", help="Store the shards as seekable zstd.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Prepare the data of a run (the same as `prep CONFIG`); under mpirun or srun --mpi=pmix on many nodes."""
     from calm_scale.stages.prep import run_prep
 
-    raise typer.Exit(run_prep(load(config, set_ or ()), workers=workers, dry_run=dry_run))
+    raise typer.Exit(
+        run_prep(
+            load(config, set_ or ()), workers=workers, restart=restart, compress=compress, dry_run=dry_run
+        )
+    )
 
 
 @group.command()

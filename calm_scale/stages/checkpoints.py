@@ -12,6 +12,7 @@ from calm_scale.accounting.report.document import bytes_text, seconds_text
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.inventory import Entry, inventory, verify
 from calm_scale.checkpoint.layout import SHARDS
+from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError
 from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
 
@@ -45,7 +46,7 @@ def inspect_checkpoint(checkpoint: Path) -> int:
     config = card.pop("config")
     console.print_json(json.dumps(card))
     console.print(f"configuration: hash {entry.card.config_hash}, run {config.get('name')}")
-    console.print(_layouts(entry.card), soft_wrap=True)
+    console.print(_resumes_into(entry.card))
     return EXIT_OK
 
 
@@ -99,13 +100,20 @@ def _topology(card: Card) -> str:
     return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
-def _layouts(card: Card) -> str:
-    if card.stage == "autoencoder":
-        return (
-            "Resumes on any number of ranks and any ZeRO stage; bitwise the unbroken run on the same number of ranks "
-            "and the same stage."
-        )
-    return (
-        "Resumes in any tensor × pipeline × data layout, with or without the distributed optimizer; bitwise the "
-        f"unbroken run in the layout that wrote it ({_topology(card)})."
+def _resumes_into(card: Card) -> Table:
+    """Every layout this checkpoint can go on in, and what stays bitwise."""
+    targets = resume_targets(card)
+    table = Table(title="can resume as", title_justify="left", show_header=False)
+    table.add_row("bit for bit", _topology(card))
+    rows = (
+        ("tensor", targets.tensor),
+        ("pipeline", targets.pipeline),
+        ("data, same global batch", targets.data),
+        ("ZeRO stage", targets.zero_stages),
     )
+    for name, sizes in rows:
+        if sizes:
+            table.add_row(name, ", ".join(map(str, sizes)))
+    for note in targets.notes:
+        table.add_row("holds", note)
+    return table

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from calm_scale.checkpoint.card import Card, Counters, Identity, code_version
+from calm_scale.checkpoint.card import Card, Counters, Identity
 from calm_scale.checkpoint.run_id import run_id
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config import CalmScaleError, ConfigError, RunConfig, config_hash
+from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.launch import lm_section
@@ -74,18 +74,15 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
     )
     store_config(run)
     name = run_id(run.workdir / "lm", run.name)
-    identity = Identity(
-        stage="lm",
+    identity = Identity.of_run(
+        run,
+        "lm",
         run_id=name,
-        config=run.model_dump(mode="json"),
-        config_hash=config_hash(run),
-        patch_size=run.patch_size,
-        vocab_size=run.vocab_size,
+        attempt=0,
+        topology={"world_size": 1, "tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "data": 1},
         tokenizer_fingerprint="",
         shards_fingerprint="",
         autoencoder_fingerprint=exported.fingerprint,
-        topology={"world_size": 1, "tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "data": 1},
-        code_version=code_version(),
     )
     card = Card.of(identity, created=time.time(), counters=Counters())
     store = CheckpointStore(

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.stages.prepared import compress_shards
 from calm_scale.stages.run_folder import store_config
 
 
-def run_prep(config: RunConfig, *, workers: int | None = None, dry_run: bool = False) -> int:
-    """Prepare the data; under MPI every rank calls it. With ``dry_run`` print the plan and write nothing."""
+def run_prep(
+    config: RunConfig,
+    *,
+    workers: int | None = None,
+    restart: bool = False,
+    compress: bool = False,
+    dry_run: bool = False,
+) -> int:
+    """Prepare the data; under MPI every rank calls it. With ``dry_run`` print the plan and write nothing.
+
+    Args:
+        workers: processes on this machine, instead of ``prep.workers``.
+        restart: discard what an earlier prep left and begin anew.
+        compress: store the finished shards as seekable zstd.
+    """
     from data_prep.mpi import detect_ranks
     from data_prep.pipeline import prepare
 
@@ -22,7 +36,10 @@ def run_prep(config: RunConfig, *, workers: int | None = None, dry_run: bool = F
     ranks = detect_ranks()
     if ranks.rank == 0:
         store_config(config)
-    prepare(config, ranks=ranks)
+    report = prepare(config, ranks=ranks, restart=restart)
+    if compress and ranks.rank == 0:
+        for split in report.splits:
+            compress_shards(config.data_dir / split.name)
     return EXIT_OK
 
 

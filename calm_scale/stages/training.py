@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from calm_scale.checkpoint.card import Identity, code_version
+from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config import RunConfig, config_hash
+from calm_scale.config import RunConfig
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
@@ -48,25 +48,21 @@ def run_loop(
     """Resume or start, train to the end or to a stop signal. Every rank calls it."""
     folder = config.workdir / stage
     attempt = open_attempt(folder, config.name, world)
-    document = config.model_dump(mode="json")
-    identity = Identity(
-        stage=stage,
+    identity = Identity.of_run(
+        config,
+        stage,
         run_id=attempt.run_id,
-        config=document,
-        config_hash=config_hash(config),
-        patch_size=config.patch_size,
-        vocab_size=config.vocab_size,
+        attempt=attempt.number,
+        topology=topology,
         tokenizer_fingerprint=train.manifest.tokenizer_fingerprint,
         shards_fingerprint=train.fingerprint,
         autoencoder_fingerprint=autoencoder_fingerprint,
-        topology=topology,
-        code_version=code_version(),
-        attempt=attempt.number,
-        logging_run_id=attempt.run_id,
     )
     if world.is_first:
         store_config(config)
-    telemetry = Telemetry(folder, config.logging, world, stage, attempt.run_id, attempt.number, document)
+    telemetry = Telemetry(
+        folder, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
+    )
     store = CheckpointStore(
         folder / "checkpoints", world, training.checkpoint, run_id=attempt.run_id, say=telemetry.say
     )
