@@ -13,7 +13,7 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.checkpoints import shards_of
-from calm_scale.stages.launch import lm_section
+from calm_scale.stages.launch import autoencoder_section, lm_section
 from calm_scale.stages.run_folder import store_config
 
 AUTOENCODER = "autoencoder"
@@ -21,13 +21,42 @@ AUTOENCODER = "autoencoder"
 
 
 def export_checkpoint(checkpoint: Path, out: Path) -> int:
-    """Write a language model (with its autoencoder and tokenizer) in the published layout as safetensors."""
+    """Write an autoencoder as an export that ``lm.autoencoder`` can name, or a language model (with its
+    autoencoder and tokenizer) in the published layout; both as safetensors, on one CPU, from any layout."""
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out}: is not empty; give the export a folder of its own")
     card, shards = shards_of(checkpoint)
     config = _run_of(card, checkpoint)
-    if card.stage != "lm":
-        raise ConfigError(
-            f"{checkpoint}: holds an autoencoder; its finished export is {config.workdir / 'autoencoder' / 'export'}"
-        )
+    if card.stage == "autoencoder":
+        _export_autoencoder(config, card, shards, out)
+    else:
+        _export_language_model(config, checkpoint, shards, out)
+    Console().print(f"exported step {card.step} to {out}", soft_wrap=True, highlight=False)
+    return EXIT_OK
+
+
+def _export_autoencoder(config: RunConfig, card: Card, shards: Path, out: Path) -> None:
+    from calm_scale.autoencoder.export import write_export
+    from calm_scale.training.zero_state import stored_weights
+
+    stage = autoencoder_section(config)
+    write_export(
+        out,
+        stored_weights(shards),
+        config=stage.model,
+        objective=stage.objective,
+        vocab_size=config.vocab_size,
+        patch_size=config.patch_size,
+        tokenizer_fingerprint=card.tokenizer_fingerprint,
+        data_fingerprint=card.shards_fingerprint,
+        steps=card.step,
+        consumed_samples=card.counters.samples,
+        consumed_tokens=card.counters.tokens,
+        metrics={name: value for name, value in card.metrics.items() if name.startswith("eval/")},
+    )
+
+
+def _export_language_model(config: RunConfig, checkpoint: Path, shards: Path, out: Path) -> None:
     if lm_section(config).head.kind != "energy":
         raise ConfigError(f"{checkpoint}: the published layout knows the energy head only")
     from calm_scale.autoencoder.export import load_export
@@ -42,8 +71,6 @@ def export_checkpoint(checkpoint: Path, out: Path) -> int:
     if config.tokenizer_path.exists():
         tokens = lm_section(config).backbone.positions * config.patch_size
         export_tokenizer(config.tokenizer, config.tokenizer_path, out, tokens)
-    Console().print(f"exported step {card.step} to {out}", soft_wrap=True, highlight=False)
-    return EXIT_OK
 
 
 def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None = None) -> int:

@@ -242,6 +242,18 @@ def read_index(directory: Path) -> StateIndex:
         raise EngineStateError(f"{path} cannot be read: {error}") from error
 
 
+def stored_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """The whole fp32 weights of a saved state by published name, without ranks and without DeepSpeed.
+
+    Raises:
+        EngineStateError: no state there, or it is damaged.
+    """
+    index = read_index(directory)
+    with ExitStack() as stack:
+        readers = _open_all(index, directory, stack)
+        return {name: reader.get_tensor(f"{name}/weight") for name, reader in readers.items()}
+
+
 def _open_all(index: StateIndex, directory: Path, stack: ExitStack) -> dict[str, Any]:
     """A reader for every parameter; all tensors are looked up before any is used."""
     readers: dict[str, Any] = {}

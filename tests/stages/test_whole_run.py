@@ -90,6 +90,16 @@ def test_checkpoint_commands(trained: TinyRun, tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
+def test_an_autoencoder_checkpoint_exports_what_the_stage_exported(trained: TinyRun, tmp_path: Path) -> None:
+    last = trained.folder / "autoencoder" / "checkpoints" / "step_00000004"
+    trained("ckpt", "export", str(last), "--out", str(tmp_path / "ae"))
+    ours = json.loads((tmp_path / "ae" / "card.json").read_text())
+    stage = json.loads((trained.folder / "autoencoder" / "export" / "card.json").read_text())
+    assert ours["fingerprint"] == stage["fingerprint"]
+    refused = trained("ckpt", "export", str(last), "--out", str(tmp_path / "ae"), expect=2)
+    assert "is not empty" in refused.err
+
+
 def test_flops_report_of_the_run_is_one_file(trained: TinyRun, tmp_path: Path) -> None:
     page = tmp_path / "flops.html"
     trained("flops", str(trained.folder), "--html", str(page))
