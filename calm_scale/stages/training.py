@@ -16,6 +16,7 @@ from calm_scale.stages.launch import Stage
 from calm_scale.stages.run_folder import store_config
 from calm_scale.training.attempt import open_attempt
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
+from calm_scale.training.claim import claimed
 from calm_scale.training.engine import Engine
 from calm_scale.training.loop import Outcome, TrainingData, fit
 from data_prep.reading import ShardDataset
@@ -47,34 +48,35 @@ def run_loop(
 ) -> Outcome:
     """Resume or start, train to the end or to a stop signal. Every rank calls it."""
     folder = config.workdir / stage
-    attempt = open_attempt(folder, config.name, world)
-    identity = Identity.of_run(
-        config,
-        stage,
-        run_id=attempt.run_id,
-        attempt=attempt.number,
-        topology=topology,
-        tokenizer_fingerprint=train.manifest.tokenizer_fingerprint,
-        shards_fingerprint=train.fingerprint,
-        autoencoder_fingerprint=autoencoder_fingerprint,
-    )
-    if world.is_first:
-        store_config(config)
-    telemetry = Telemetry(
-        folder, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
-    )
-    store = CheckpointStore(
-        folder / "checkpoints", world, training.checkpoint, run_id=attempt.run_id, say=telemetry.say
-    )
-    return fit(
-        engine,
-        training_data(training, engine, train, heldout, config.seed),
-        training,
-        store,
-        telemetry,
-        world,
-        identity=identity,
-        attempt=attempt,
-        stop=stop,
-        accept=accept,
-    )
+    with claimed(folder, world):
+        attempt = open_attempt(folder, config.name, world)
+        identity = Identity.of_run(
+            config,
+            stage,
+            run_id=attempt.run_id,
+            attempt=attempt.number,
+            topology=topology,
+            tokenizer_fingerprint=train.manifest.tokenizer_fingerprint,
+            shards_fingerprint=train.fingerprint,
+            autoencoder_fingerprint=autoencoder_fingerprint,
+        )
+        if world.is_first:
+            store_config(config)
+        telemetry = Telemetry(
+            folder, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
+        )
+        store = CheckpointStore(
+            folder / "checkpoints", world, training.checkpoint, run_id=attempt.run_id, say=telemetry.say
+        )
+        return fit(
+            engine,
+            training_data(training, engine, train, heldout, config.seed),
+            training,
+            store,
+            telemetry,
+            world,
+            identity=identity,
+            attempt=attempt,
+            stop=stop,
+            accept=accept,
+        )
