@@ -22,7 +22,8 @@ class ShardDataset:
     """The samples of one split, in stored order.
 
     ``ds[i]`` is a read-only view ``[tokens_per_sample]`` of the page cache; no token is copied. Every shard's
-    header and size is checked against the manifest when the dataset is opened (checksums: ``prep verify``).
+    header and size is checked against the manifest when the dataset is opened (checksums: ``prep verify``). A
+    sample with an id that was never written raises ShardError when it is read.
 
     Args:
         split_dir: folder with ``manifest.json`` and the shards.
@@ -70,6 +71,12 @@ class ShardDataset:
         if samples is None:
             samples = self._open(shard)
         sample: NDArray[np.unsignedinteger] = samples[index - self._starts[shard]]
+        if sample.max() > self.manifest.max_id:
+            raise ShardError(
+                f"{self.split_dir / self.manifest.shards[shard].name} is damaged: its sample {index} holds id "
+                f"{sample.max()}, the largest that was written is {self.manifest.max_id}; run "
+                "`calm-scale prep verify` and prepare the data again"
+            )
         return sample
 
     def gather(self, indices: NDArray[np.integer], dtype: DTypeLike | None = None) -> NDArray[np.integer]:

@@ -86,6 +86,18 @@ def test_missing_changed_and_foreign_shards_are_clear_errors(prepared: RunConfig
         ShardDataset(split, 64)
 
 
+def test_an_id_that_was_never_written_is_refused_when_read(prepared: RunConfig) -> None:
+    split = prepared.data_dir / "train"
+    shard = split / Manifest.read(split).shards[0].name
+    with shard.open("r+b") as file:
+        file.seek(HEADER_BYTES + 2 * 64)
+        file.write(b"\xff\xff")
+    dataset = ShardDataset(split, 64)
+    assert dataset[0].shape == (64,)
+    with pytest.raises(ShardError, match=rf"{shard.name} is damaged: its sample 1 holds id 65535"):
+        dataset[1]
+
+
 def test_a_manifest_changed_by_hand_is_refused(prepared: RunConfig) -> None:
     path = prepared.data_dir / "train/manifest.json"
     text = path.read_text()
