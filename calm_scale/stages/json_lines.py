@@ -28,6 +28,8 @@ def read_texts(path: Path, key: str) -> list[str]:
             text = None
         if not isinstance(text, str):
             raise ConfigError(f'{path}:{number}: expected a JSON object such as {{"{key}": "The sea"}}')
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ConfigError(f"{path}:{number}: half a surrogate pair (\\ud800 … \\udfff) is no character")
         texts.append(text)
     if not texts:
         raise ConfigError(f"{path}: holds no {key}")

@@ -1,0 +1,35 @@
+"""Texts handed over as JSON lines: whole, or refused with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from calm_scale.config import ConfigError
+from calm_scale.stages.json_lines import read_texts
+
+
+def test_texts_are_read_in_order_whatever_they_hold(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"prompt": "a\u2028b"}\n\n{"prompt": ""}\n{"prompt": "\\ud83c\\udf89"}', encoding="utf-8"
+    )
+    assert read_texts(path, "prompt") == ["a\u2028b", "", "🎉"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": "a"}\nnot json\n', r"prompts\.jsonl:2: expected a JSON object"),
+        (b'{"prompt": 3}', r"prompts\.jsonl:1: expected a JSON object"),
+        (b'{"prompt": "x\\ud800y"}', r"prompts\.jsonl:1: half a surrogate pair"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"\n", "holds no prompt"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_place(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        read_texts(path, "prompt")
