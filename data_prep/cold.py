@@ -126,7 +126,9 @@ class ColdShard:
         try:
             data = np.memmap(path, np.uint8, "r")
         except (OSError, ValueError):
-            raise ShardError(f"shard {path} is missing or empty; copy it again or rerun prep") from None
+            raise ShardError(
+                f"shard {path} is missing or empty; copy it again, or prepare again with --restart"
+            ) from None
         self._data = data
         if len(data) < HEADER_BYTES + 2 * _SKIPPABLE.size + _TAIL.size or bytes(data[-8:]) != MAGIC:
             raise ShardError(f"{path} is no complete cold shard: it was cut or changed")

@@ -14,7 +14,7 @@ from calm_scale.config import RunConfig
 from calm_scale.config.base import CalmScaleError
 from data_prep.assemble import check_limit, collect, write_rejected, write_split
 from data_prep.dedup import find_duplicates
-from data_prep.errors import EncoderMismatchError, PrepError, StarvedSplitError, explain
+from data_prep.errors import EncoderMismatchError, PrepError, ShardError, StarvedSplitError, explain
 from data_prep.journal import WORK_FOLDER, FolderLock, Journal
 from data_prep.manifest import Manifest
 from data_prep.mpi import Ranks, detect_ranks
@@ -139,16 +139,26 @@ def _begin(config: RunConfig, stack: ExitStack, loaded: list[Tokenizer], *, rest
 
 
 def _already_done(plan: Plan, journal: Journal) -> PrepReport | None:
-    """The report of a finished prep of this very plan whose shards are all there."""
+    """The report of a finished prep of this very plan whose shards are all there.
+
+    Raises:
+        ShardError: it was finished, and is damaged now.
+    """
     report = PrepReport.read(journal.data_dir)
     if report is None or (journal.root / "records").exists():
         return None
     journal.refuse_other_plan(plan, "a finished prep")
-    for split in report.splits:
-        folder = journal.data_dir / split.name
-        for entry in Manifest.read(folder).shards:
-            if not entry.compressed:
-                read_header(folder / entry.name)
+    try:
+        for split in report.splits:
+            folder = journal.data_dir / split.name
+            for entry in Manifest.read(folder).shards:
+                if not entry.compressed:
+                    read_header(folder / entry.name)
+    except ShardError as error:
+        raise ShardError(
+            f"{error}\n{journal.data_dir} was finished and is damaged now: bring the file back, or prepare all of it "
+            "again with --restart"
+        ) from None
     return report.model_copy(update={"already_done": True})
 
 

@@ -75,7 +75,7 @@ class ShardDataset:
             raise ShardError(
                 f"{self.split_dir / self.manifest.shards[shard].name} is damaged: its sample {index} holds id "
                 f"{sample.max()}, the largest that was written is {self.manifest.max_id}; run "
-                "`calm-scale prep verify` and prepare the data again"
+                "`calm-scale prep verify`, and prepare again with --restart"
             )
         return sample
 
@@ -149,7 +149,7 @@ def _check(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> None:
         if found != stated:
             raise ShardError(
                 f"shard {entry.name} does not belong to its manifest: {name} is {found}, the manifest says "
-                f"{stated}; rerun `calm-scale prep`"
+                f"{stated}; prepare again with `calm-scale prep --restart`"
             )
     if header.max_id >= manifest.vocab_size:
         raise ShardError(

@@ -102,7 +102,7 @@ def read_header(path: Path) -> ShardHeader:
             page = file.read(HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
-        raise ShardError(f"shard {path} is missing; copy it again or rerun prep") from None
+        raise ShardError(f"shard {path} is missing; copy it again, or prepare again with --restart") from None
     header = parse_header(page, path)
     if size != header.file_bytes:
         raise ShardError(
@@ -123,7 +123,7 @@ def parse_header(page: bytes, path: Path) -> ShardHeader:
     if version != VERSION:
         raise ShardError(f"{path} has shard format {version}; this build reads format {VERSION}")
     if _CHECK.unpack_from(page, _FIELDS.size)[0] != xxhash.xxh64_intdigest(page[: _FIELDS.size]):
-        raise ShardError(f"the header of {path} is damaged; copy it again or rerun prep")
+        raise ShardError(f"the header of {path} is damaged; copy it again, or prepare again with --restart")
     if width not in (2, 4):
         raise ShardError(f"{path} stores {width} bytes per id; 2 or 4 are known")
     return ShardHeader(np.dtype(f"<u{width}"), alignment, length, count, max_id, checksum)

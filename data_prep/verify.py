@@ -118,7 +118,7 @@ def _shard_problems(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> l
         count += len(piece)
     if digest.intdigest() != header.checksum:
         problems.append(
-            f"{path}: its tokens do not fit their checksum: the file is damaged, prepare it again"
+            f"{path}: its tokens do not fit their checksum: the file is damaged, prepare again with --restart"
         )
     if largest != header.max_id or count != header.num_tokens:
         problems.append(

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, ShardError
 from data_prep.mpi import MpiMismatchError, detect_ranks
 from data_prep.pipeline import prepare
 from data_prep.shards import ShardWriter
@@ -267,3 +267,17 @@ def test_the_log_is_machine_readable(tmp_path: Path, corpus: Path, make_config: 
     assert events[0]["event"] == "start"
     assert events[-1]["event"] == "done"
     assert events[-1]["documents"]["kept"] == 4000
+
+
+def test_a_finished_prep_that_lost_a_shard_says_how_to_prepare_again(
+    corpus: Path, tmp_path: Path, make_config: MakeConfig
+) -> None:
+    config = make_config(corpus / "*.jsonl*", **SETTINGS)
+    prepare(config, show=False)
+    shard = next((config.data_dir / "train").glob("0*.shard"))
+    whole = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(ShardError, match=rf"{shard.name} is missing(.|\n)*again with --restart"):
+        prepare(config, show=False)
+    prepare(config, show=False, restart=True)
+    assert shard.read_bytes() == whole
