@@ -6,6 +6,7 @@ Exit codes: 0 done · 1 the work failed · 2 a mistake in what was asked (config
 
 from __future__ import annotations
 
+import errno
 import sys
 import warnings
 
@@ -59,9 +60,15 @@ def main() -> None:
         _complain(error)
         sys.exit(1)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = f"{error.filename}: " if error.filename else ""
+            _complain(
+                CalmScaleError(f"{place}no space left on the disk; free some and run the command again")
+            )
+            sys.exit(1)
         if error.filename is None:
             raise
-        _complain(CalmScaleError(f"{error.filename}: {error.strerror}"))
+        _complain(CalmScaleError(f"{error.filename2 or error.filename}: {error.strerror}"))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.stderr.write("\ncalm-scale: interrupted\n")

@@ -54,8 +54,8 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
             )
         if world.is_first:
             path = json_file or config.workdir / "eval" / f"step_{opened.card.step:08d}.json"
-            save(result, path)
             console.print(table(result, title=f"BrierLM · {config.name} at step {opened.card.step}"))
+            save(result, path)
             console.print(f"written to {path}", soft_wrap=True, highlight=False)
         if stage.head.kind == "softmax":
             _exact(config, opened, dataset, world, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,20 @@ def test_a_file_that_cannot_be_used_is_a_message_and_exit_code_1(tmp_path: Path)
     assert done.returncode == 1
     assert "ledger.jsonl: Is a directory" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_a_message_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from calm_scale.cli import app as program
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(program, "app", full)
+    with pytest.raises(SystemExit) as stopped:
+        program.main()
+    assert stopped.value.code == 1
+    assert (
+        capsys.readouterr().err == "error: no space left on the disk; free some and run the command again\n"
+    )
