@@ -96,7 +96,10 @@ def write_export(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CARD_FILE).unlink(missing_ok=True)
     partial = directory / (MODEL_FILE + ".tmp")
-    save_file(tensors, partial, metadata={"fingerprint": card.fingerprint})
+    try:
+        save_file(tensors, partial, metadata={"fingerprint": card.fingerprint})
+    except SafetensorError as error:
+        raise ExportError(f"{partial} cannot be written: {error}") from error
     _commit(partial, directory / MODEL_FILE)
     partial = directory / (CARD_FILE + ".tmp")
     partial.write_text(card.model_dump_json(indent=2) + "\n", encoding="utf-8")

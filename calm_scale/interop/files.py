@@ -145,6 +145,7 @@ def _save(tensors: dict[str, Tensor], path: Path, container: Container) -> None:
     if container == "bin":
         torch.save(tensors, path)
         return
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     seen: set[int] = set()
@@ -152,7 +153,10 @@ def _save(tensors: dict[str, Tensor], path: Path, container: Container) -> None:
     for name, tensor in tensors.items():
         unshared[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
         seen.add(tensor.data_ptr())
-    save_file(unshared, path, metadata={"format": "pt"})
+    try:
+        save_file(unshared, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise InteropError(f"{path} cannot be written: {error}") from error
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

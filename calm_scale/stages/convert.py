@@ -14,7 +14,7 @@ from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.launch import autoencoder_section, lm_section
-from calm_scale.stages.run_folder import store_config
+from calm_scale.stages.run_folder import appearing_whole, refuse_unless_empty, store_config
 
 AUTOENCODER = "autoencoder"
 """The published autoencoder's folder inside a published language model's."""
@@ -23,14 +23,14 @@ AUTOENCODER = "autoencoder"
 def export_checkpoint(checkpoint: Path, out: Path) -> int:
     """Write an autoencoder as an export that ``lm.autoencoder`` can name, or a language model (with its
     autoencoder and tokenizer) in the published layout; both as safetensors, on one CPU, from any layout."""
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: is not empty; give the export a folder of its own")
+    refuse_unless_empty(out, "the export")
     card, shards = shards_of(checkpoint)
     config = _run_of(card, checkpoint)
-    if card.stage == "autoencoder":
-        _export_autoencoder(config, card, shards, out)
-    else:
-        _export_language_model(config, checkpoint, shards, out)
+    with appearing_whole(out) as partial:
+        if card.stage == "autoencoder":
+            _export_autoencoder(config, card, shards, partial)
+        else:
+            _export_language_model(config, checkpoint, shards, partial)
     Console().print(f"exported step {card.step} to {out}", soft_wrap=True, highlight=False)
     return EXIT_OK
 
@@ -75,8 +75,7 @@ def _export_language_model(config: RunConfig, checkpoint: Path, shards: Path, ou
 
 def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None = None) -> int:
     """Read a published language model into a new run folder: configuration, autoencoder export, step 0."""
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: is not empty; give the imported run a folder of its own")
+    refuse_unless_empty(out, "the imported run")
     from calm_scale.autoencoder.export import write_export
     from calm_scale.interop.language_model import PublishedLanguageModel
     from calm_scale.interop.sharded import write_checkpoint

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from calm_scale.config import ConfigError, RunConfig, load, to_yaml
@@ -20,6 +22,27 @@ def store_config(config: RunConfig) -> Path:
     partial.write_text(to_yaml(config), encoding="utf-8")
     partial.replace(target)
     return target
+
+
+def refuse_unless_empty(folder: Path, what: str) -> None:
+    """Raises ConfigError where ``what`` cannot have ``folder`` to itself."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file; name a folder for {what}")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: is not empty; give {what} a folder of its own")
+
+
+@contextlib.contextmanager
+def appearing_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``folder`` (new or empty) when all is written; a failure leaves nothing."""
+    folder = folder.absolute()
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def config_of(target: Path, overrides: Sequence[str] = ()) -> RunConfig:

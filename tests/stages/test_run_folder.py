@@ -1,0 +1,37 @@
+"""What a command writes as a folder appears whole, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from calm_scale.config import ConfigError
+from calm_scale.stages.run_folder import appearing_whole, refuse_unless_empty
+
+
+def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:
+    for folder in (tmp_path / "new" / "deep", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with appearing_whole(folder) as partial:
+            (partial / "a").write_text("1")
+            assert not (folder / "a").exists()
+        assert (folder / "a").read_text() == "1"
+        assert [path.name for path in folder.parent.glob(".*")] == []
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), appearing_whole(tmp_path / "out") as partial:
+        (partial / "a").write_text("1")
+        raise OSError("full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    refuse_unless_empty(tmp_path / "new", "the export")
+    refuse_unless_empty(tmp_path, "the export")
+    (tmp_path / "a").write_text("1")
+    with pytest.raises(ConfigError, match="is not empty; give the export a folder of its own"):
+        refuse_unless_empty(tmp_path, "the export")
+    with pytest.raises(ConfigError, match="is a file"):
+        refuse_unless_empty(tmp_path / "a", "the export")
