@@ -40,14 +40,13 @@ def run_generation(
     try:
         opened = open_model(config, world, step)
         streaming = jsonl is None and len(texts) == 1 and world.is_first
-        if streaming:
-            sys.stdout.write(texts[0])
+        stream = _Stream(texts[0])
         done = generate(
             opened.model,
             tokenizer,
             texts,
             config.generation,
-            on_text=_stream if streaming else None,
+            on_text=stream if streaming else None,
             max_patches=lm_section(config).backbone.positions,
         )
     finally:
@@ -57,7 +56,7 @@ def run_generation(
     if jsonl is not None:
         _write_lines(done, texts, out)
     elif streaming:
-        sys.stdout.write("\n")
+        stream.end()
     else:
         for completion in done.completions:
             sys.stdout.write(f"{texts[completion.index]}{completion.text}\n\n")
@@ -65,9 +64,20 @@ def run_generation(
     return EXIT_OK
 
 
-def _stream(_index: int, text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+class _Stream:
+    """The prompt and its continuation as it comes; nothing is shown of a prompt that is refused."""
+
+    def __init__(self, prompt: str) -> None:
+        self._pending = prompt
+
+    def __call__(self, _index: int, text: str) -> None:
+        sys.stdout.write(self._pending + text)
+        sys.stdout.flush()
+        self._pending = ""
+
+    def end(self) -> None:
+        """The last line ends."""
+        self(0, "\n")
 
 
 def _write_lines(done: Generation, texts: Sequence[str], out: Path | None) -> None:

@@ -35,7 +35,8 @@ def train_lm(config: RunConfig, accept: Sequence[str] = ()) -> int:
         if stage.head.kind != "softmax":
             codec, card = frozen_autoencoder(config, train, world.device)
             fingerprint = card.fingerprint
-        engine = MegatronEngine(config, world, codec)
+        pad_id = train.manifest.pad_id if train.manifest.tokens.padding else None
+        engine = MegatronEngine(config, world, codec, pad_id)
         parallel = stage.parallel
         outcome = run_loop(
             config,

@@ -29,7 +29,8 @@ def training_data(
     plan = BatchPlan.of(training, engine.data_rank, engine.data_size)
     batches = TrainingBatches(train, train.order(seed), plan, training.end_of_data, training.loader_workers)
     evaluation = EvaluationBatches(heldout, plan, training.eval_samples) if heldout is not None else None
-    return TrainingData(batches, evaluation)
+    counts = train.manifest.tokens
+    return TrainingData(batches, evaluation, counts.padding / max(1, counts.stored))
 
 
 def run_loop(

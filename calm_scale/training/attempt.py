@@ -57,6 +57,7 @@ class Ledger:
     world: World
     stage: str
     precision: str
+    padding_share: float = 0.0
     first: Counters = field(default_factory=Counters)
     counters: Counters = field(default_factory=Counters)
     eval_tokens: int = 0
@@ -98,6 +99,7 @@ class Ledger:
             steps_skipped=now.skipped_steps - first.skipped_steps,
             samples=now.samples - first.samples,
             tokens=now.tokens - first.tokens,
+            padding_tokens=round((now.tokens - first.tokens) * self.padding_share),
             eval_tokens=self.eval_tokens,
             seconds={str(name): spent for name, spent in self._seconds.items()},
             world_size=self.world.world_size,

@@ -29,10 +29,14 @@ from calm_scale.training.schedule import learning_rate
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What to train on, and what to evaluate on every ``eval_interval`` steps."""
+    """What to train on, and what to evaluate on every ``eval_interval`` steps.
+
+    ``padding_share``: padding among the training tokens, for the account of what was wasted.
+    """
 
     train: TrainingBatches
     evaluation: EvaluationBatches | None = None
+    padding_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def fit(
     """
     stop = stop or StopSignals()
     stop.install()
-    ledger = Ledger(attempt, world, identity.stage, config.precision)
+    ledger = Ledger(attempt, world, identity.stage, config.precision, data.padding_share)
     place = f"{identity.stage} rank {world.rank}" + (
         f" ({where})" if (where := getattr(engine, "place", "")) else ""
     )

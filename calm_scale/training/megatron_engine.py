@@ -17,7 +17,7 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm.background import BackgroundWrite, Staging
 from calm_scale.lm.build import build_models, language_model_stage
 from calm_scale.lm.model import CalmModel
-from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets
+from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets, position_weights
 from calm_scale.runtime.megatron import Layout, Ranks, initialize
 from calm_scale.runtime.noise import Namespace
 from calm_scale.training.engine import Batch, StepResult
@@ -47,15 +47,19 @@ class MegatronEngine:
         world: this process among all.
         codec: the frozen autoencoder on this rank's device, in evaluation mode; None for the
             autoregressive baseline.
+        pad_id: token id that is padding: a position whose next patch is nothing else does not count. None when
+            the data holds no padding.
 
     Attributes:
         data_rank, data_size: whose share of the global batch this rank reads.
         steps: optimizer steps taken (skipped ones not counted).
     """
 
-    def __init__(self, run: RunConfig, world: Ranks, codec: LatentCodec | None) -> None:
+    def __init__(
+        self, run: RunConfig, world: Ranks, codec: LatentCodec | None, pad_id: int | None = None
+    ) -> None:
         stage = language_model_stage(run)
-        self._run = run
+        self._run, self._pad_id = run, pad_id
         self._codec = FrozenAutoencoder(codec) if isinstance(codec, Autoencoder) else codec
         self.layout: Layout = initialize(stage.parallel, world)
         self.data_rank = self.layout.data_rank
@@ -105,9 +109,9 @@ class MegatronEngine:
             model.eval()
         total, count = 0.0, 0
         for batch in batches:
-            num_sequences = batch.tokens.shape[0] * batch.tokens.shape[1]
-            total += num_sequences * self._pass(batch, forward_only=True, namespace="eval", step=0)
-            count += num_sequences
+            num_positions = self._num_positions(batch)
+            total += num_positions * self._pass(batch, forward_only=True, namespace="eval", step=0)
+            count += num_positions
         self._check_replicas_if_asked()
         if count == 0:
             raise ConfigError(
@@ -122,7 +126,7 @@ class MegatronEngine:
         tokens = batch.tokens.to(self.layout.device, non_blocking=True)
         num_micro_batches, size, length = tokens.shape
         num_positions = length // self._run.patch_size
-        scale = 1.0 / (num_micro_batches * size * self.data_size * (num_positions - 1))
+        scale = 1.0 / max(1, self._num_positions(batch))
         micro_batches = [iter(list(zip(tokens, batch.sample_ids, strict=True))) for _ in self.chunks]
         losses = get_forward_backward_func()(
             forward_step_func=partial(self._forward, scale=scale, namespace=namespace, step=step),
@@ -134,6 +138,16 @@ class MegatronEngine:
             forward_only=forward_only,
         )
         return self._sum_over_world(losses)
+
+    def _num_positions(self, batch: Batch) -> int:
+        """Positions of the global batch that count in the loss."""
+        if self._pad_id is None:
+            num_micro_batches, size, length = batch.tokens.shape
+            return num_micro_batches * size * self.data_size * (length // self._run.patch_size - 1)
+        weights = position_weights(batch.tokens, self._run.patch_size, self._pad_id)
+        count = weights.sum(dtype=torch.float64).to(self.layout.device)
+        dist.all_reduce(count, group=self.layout.data_group)
+        return int(count.item())
 
     def _forward(
         self,
@@ -159,6 +173,7 @@ class MegatronEngine:
             seed=self._run.seed,
             step=step,
             namespace=namespace,
+            pad_id=self._pad_id,
         )
         return chunk(tokens, latents, targets), partial(_weighted_sum, weights=weights, scale=scale)
 

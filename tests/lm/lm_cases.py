@@ -16,10 +16,10 @@ FLOW = {"kind": "flow", "num_repeats": 2}
 DIFFUSION = {"kind": "diffusion", "num_repeats": 2}
 
 
-def same_steps(name: str, **run: Any) -> dict[str, Any]:
+def same_steps(name: str, *, pad_id: int | None = None, **run: Any) -> dict[str, Any]:
     """Three steps, then the state: the first moments are a fixed combination of the three steps' gradients."""
     actions = [STEPS, {"do": "save", "name": f"ckpt_{name}"}, {"do": "evaluate"}]
-    return {"name": name, "run": tiny_run(**run), "actions": actions}
+    return {"name": name, "run": tiny_run(**run), "actions": actions, "pad_id": pad_id}
 
 
 LAYOUTS_ONE = [
@@ -31,6 +31,7 @@ LAYOUTS_ONE = [
     same_steps("one_ar", head=AR),
     same_steps("one_flow", head=FLOW),
     same_steps("one_diffusion", head=DIFFUSION),
+    same_steps("one_pad", pad_id=100),
 ]
 LAYOUTS_TWO = [
     same_steps("tp2", tensor=2, check_replicas=True),
@@ -49,6 +50,8 @@ LAYOUTS_TWO = [
 OTHER_HEADS = [
     same_steps("tp2_flow", head=FLOW, tensor=2),
     same_steps("pp2_diffusion", head=DIFFUSION, pipeline=2),
+    same_steps("dp2_pad", pad_id=100),
+    same_steps("tp2_pad", pad_id=100, tensor=2),
 ]
 TWENTY = {
     "name": "twenty",

@@ -42,6 +42,9 @@ def batch_of(engine: MegatronEngine, run: RunConfig, step: int) -> Batch:
         torch.randint(run.vocab_size, (length,), generator=torch.Generator().manual_seed(int(i)))
         for i in places
     ]
+    if engine._pad_id is not None:
+        for i, row in zip(places.tolist(), rows, strict=True):  # 0 to 3 patches of padding at the end
+            row[length - (i % 4) * run.patch_size :] = engine._pad_id
     shape = (-1, engine.data_size, training.micro_batch)
     mine = places.view(*shape)[:, engine.data_rank]
     return Batch(step, torch.stack(rows).view(*shape, length)[:, engine.data_rank], mine)
@@ -72,7 +75,7 @@ def run_case(case: dict[str, Any], world: Any, out: Path) -> dict[str, Any]:
     codec = None if run.lm.head.kind == "softmax" else FixedCodec(run.vocab_size)
     report: dict[str, Any] = {}
     try:
-        engine = MegatronEngine(run, world, codec)
+        engine = MegatronEngine(run, world, codec, case.get("pad_id"))
         for action in case["actions"]:
             ACTIONS[action["do"]](engine, run, report, out, **{k: v for k, v in action.items() if k != "do"})
     except CalmScaleError as error:

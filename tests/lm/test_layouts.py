@@ -21,6 +21,10 @@ TWINS = [
     for case in cases
 ]
 TWINS += [("tp2_flow", "one_flow"), ("pp2_diffusion", "one_diffusion")]
+TWINS += [
+    ("dp2_pad", "one_pad"),
+    ("tp2_pad", "one_pad"),
+]  # unequal counts per rank: a mean over the global batch
 
 
 @pytest.mark.parametrize(("name", "base"), TWINS)
@@ -72,3 +76,8 @@ def test_bf16_keeps_fp32_masters_and_agrees_over_replicas(reports: Any) -> None:
     masters = {k: v for k, v in reports.tensors("ckpt_dp2_bf16").items() if k.startswith("optimizer.master.")}
     assert masters
     assert all(v.dtype == torch.float32 for v in masters.values())
+
+
+def test_padding_changes_the_mean(reports: Any) -> None:
+    """Otherwise the padded twins would prove nothing."""
+    assert reports["one_pad"]["steps"][0][0] != pytest.approx(reports["one"]["steps"][0][0], rel=1e-4)
