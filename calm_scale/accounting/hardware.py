@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.base import ConfigError
 
 GB = 10**9
 TERA = 10**12
 
 
-class UnknownDeviceError(CalmScaleError):
+class UnknownDeviceError(ConfigError):
     """A device key that is not in the table; names those that are."""
 
 

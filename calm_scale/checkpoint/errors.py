@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.base import CalmScaleError, ConfigError
 
 
 class CheckpointError(CalmScaleError):
     """Base of this room's errors."""
+
+
+class NoSuchCheckpointError(CheckpointError, ConfigError):
+    """The path or the step that was asked for names no checkpoint."""
 
 
 class SaveError(CheckpointError):

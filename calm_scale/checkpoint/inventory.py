@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from calm_scale.checkpoint.card import Card
-from calm_scale.checkpoint.errors import CheckpointError, NothingToResumeError
+from calm_scale.checkpoint.errors import CheckpointError, NoSuchCheckpointError, NothingToResumeError
 from calm_scale.checkpoint.layout import checkpoints_folder, folder_name, step_folders, unfinished
 from calm_scale.checkpoint.manifest import FileList, changed_contents
 
@@ -94,6 +94,7 @@ def find(root: Path, step: int | None = None) -> Entry:
 
     Raises:
         NothingToResumeError: there is none; says what lies there instead.
+        NoSuchCheckpointError: there are some, but no folder of ``step``.
     """
     root = checkpoints_folder(root)
     entries = inventory(root)
@@ -106,19 +107,21 @@ def find(root: Path, step: int | None = None) -> Entry:
         f"\n  {entry.path.name}: {entry.reason}" for entry in entries if entry.state != "complete"
     )
     what = "a complete checkpoint" if step is None else f"a complete {folder_name(step)}"
-    raise NothingToResumeError(f"{root} does not hold {what}. Complete steps: {have}{others}")
+    mistaken = step is not None and complete and all(entry.step != step for entry in entries)
+    kind = NoSuchCheckpointError if mistaken else NothingToResumeError
+    raise kind(f"{root} does not hold {what}. Complete steps: {have}{others}")
 
 
 def verify(folder: Path) -> Entry:
     """Reads every byte of one step folder and compares it with what was written.
 
     Raises:
-        CheckpointError: ``folder`` is not a step folder.
+        NoSuchCheckpointError: ``folder`` is not a step folder.
     """
     name = folder.resolve().name
     number = name.removeprefix("step_").split(".")[0]
     if not folder.is_dir() or not name.startswith("step_") or not number.isdigit():
-        raise CheckpointError(f"{folder} is not a checkpoint: give a folder named {folder_name(0)}, …")
+        raise NoSuchCheckpointError(f"{folder} is not a checkpoint: give a folder named {folder_name(0)}, …")
     if name.endswith(".tmp"):
         return _unfinished(folder)
     return examine(folder, int(number), deep=True)

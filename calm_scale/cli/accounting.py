@@ -47,7 +47,7 @@ def flops(
 def plan(
     config: ConfigFile,
     set_: Overrides = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=100_000, help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs on a node.")] = 8,
     gpu: Annotated[str, typer.Option("--gpu", help="a100, h100, h200, b200, mi300x.")] = "h100",
     price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per GPU-hour.")] = None,

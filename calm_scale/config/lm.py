@@ -15,7 +15,7 @@ from calm_scale.config.training import TrainingConfig
 class BackboneConfig(Section):
     """Llama-style Transformer over P positions. ``num_query_groups: None`` is plain multi-head attention."""
 
-    num_layers: int = Field(gt=0)
+    num_layers: int = Field(gt=0, le=10_000)
     hidden_size: int = Field(gt=0)
     ffn_size: int = Field(gt=0)
     num_heads: int = Field(default=16, gt=0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.base import CalmScaleError, ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +29,10 @@ Words: TypeAlias = "NDArray[np.uint64]"
 
 class SamplingError(CalmScaleError):
     """A temperature or candidate count that no algorithm here can serve."""
+
+
+class PromptError(SamplingError, ConfigError):
+    """A prompt that this model cannot continue as asked."""
 
 
 @dataclass(frozen=True)

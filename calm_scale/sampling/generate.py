@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from calm_scale.runtime.noise import stream_seed
-from calm_scale.sampling.batch import SamplingError
+from calm_scale.sampling.batch import PromptError
 from calm_scale.sampling.clock import Clock, TimedModel
 from calm_scale.sampling.prompts import Prompt, TextTokenizer, complete_heads, split_prompt
 from calm_scale.sampling.stopping import Finish, OpenText
@@ -89,7 +89,7 @@ def generate(
         max_patches: positions of the model's context, prompt and continuation together; None does not check.
 
     Raises:
-        SamplingError: a prompt the model cannot read, or longer than its context.
+        PromptError: a prompt the model cannot read, or longer than its context.
     """
     clock = Clock(getattr(model, "device", torch.device("cpu")))
     started = time.perf_counter()
@@ -224,7 +224,7 @@ def _check_context(prompts: Sequence[Prompt], max_new_tokens: int, k: int, max_p
     for prompt in prompts:
         need = _patches_needed(prompt, max_new_tokens, k) - 1  # the last patch is written, not read again
         if need > max_patches:
-            raise SamplingError(
+            raise PromptError(
                 f"prompt {prompt.index} ({prompt.num_tokens} tokens) and {max_new_tokens} new tokens need {need} "
                 f"patches of {k}, the model's context has {max_patches}; shorten one of them"
             )

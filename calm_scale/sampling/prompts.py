@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from calm_scale.sampling.batch import SamplingError, choose, take
+from calm_scale.sampling.batch import PromptError, choose, take
 from calm_scale.sampling.draws import draw_rows
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def split_prompt(
     """Cuts a prompt (text, which gets a BOS as every document does, or ids as they are) into patches.
 
     Raises:
-        SamplingError: an id outside of the vocabulary, or a prompt that needs a BOS no tokenizer defines.
+        PromptError: an id outside of the vocabulary, or a prompt that needs a BOS no tokenizer defines.
     """
     bos = tokenizer.bos_id
     if isinstance(prompt, str):
@@ -62,12 +62,12 @@ def split_prompt(
         ids = list(prompt)
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong:
-        raise SamplingError(
+        raise PromptError(
             f"prompt {index}: token id {wrong[0]} lies outside of the model's vocabulary of {vocab_size}"
         )
     front = max(0, patch_size - len(ids))
     if front and bos is None:
-        raise SamplingError(
+        raise PromptError(
             f"prompt {index} has {len(ids)} tokens, less than one patch of {patch_size}, and the tokenizer has no "
             "BOS to put in front of it; give a longer prompt"
         )

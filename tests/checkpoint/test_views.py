@@ -9,7 +9,7 @@ import pytest
 
 from calm_scale.accounting.ledger import Event, append
 from calm_scale.checkpoint.card import Card
-from calm_scale.checkpoint.errors import CheckpointError, NothingToResumeError
+from calm_scale.checkpoint.errors import NoSuchCheckpointError
 from calm_scale.checkpoint.inventory import find, inventory, verify
 from calm_scale.checkpoint.retention import superfluous
 from calm_scale.checkpoint.status import stage_status
@@ -53,9 +53,9 @@ def test_find_and_verify_speak(store: CheckpointStore, save: Callable[..., Path]
     (store.root / "step_00000200.tmp").mkdir()
     assert [(e.step, e.state) for e in inventory(store.root)] == [(100, "complete"), (200, "unfinished")]
     assert verify(store.root / "step_00000200.tmp").state == "unfinished"
-    with pytest.raises(NothingToResumeError, match="Complete steps: 100"):
+    with pytest.raises(NoSuchCheckpointError, match="Complete steps: 100"):
         find(store.root, step=300)
-    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+    with pytest.raises(NoSuchCheckpointError, match="is not a checkpoint"):
         verify(tmp_path)
     (path / "shards/rank_0.bin").write_bytes(b"")
     assert verify(path).reason == "shards/rank_0.bin: 0 bytes instead of 16384"

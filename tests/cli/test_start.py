@@ -72,6 +72,8 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["train-ae", "configs/lm/transformer-s.yaml"], "autoencoder"),
         (["flops"], "Missing argument"),
         (["nonsense"], "No such command"),
+        (["plan", "configs/lm/calm-m.yaml", "--gpu", "abacus"], "gpu 'abacus' is not in the table"),
+        (["ckpt", "verify", "docs"], "docs is not a checkpoint"),
         (["flops", "configs/lm/calm-m.yaml", "--html", "docs"], "docs is a folder; name a file"),
         (["plan", "configs/lm/calm-m.yaml", "--json", "README.md/a/b.json"], "README.md is a"),
         (["generate", "configs/lm/calm-m.yaml", "--out", "/proc/1/new/out.jsonl"], "'--out'"),

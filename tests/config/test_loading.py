@@ -174,6 +174,7 @@ def test_overrides_win_and_are_named_in_errors(tmp_path: Path) -> None:
         ),
         ("name=../escape", "should match pattern"),
         ("seed=.nan", "`seed`"),
+        ("lm.backbone.num_layers=1000000000", "less than or equal to 10000"),
         ("seed=9223372036854775808", "less than 9223372036854775808"),
         ("evaluation.seed=-1", "greater than or equal to 0"),
         ("generation.seed=99999999999999999999", "less than 9223372036854775808"),

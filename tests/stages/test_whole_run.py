@@ -136,14 +136,14 @@ def test_resume_check_tells_safe_from_forbidden(trained: TinyRun) -> None:
             1,
             "--accept lm.training.optimizer.lr",
         ),
-        (["eval", "{doc}", "--step", "5"], 1, "Complete steps: 2, 4, 6"),
+        (["eval", "{doc}", "--step", "5"], 2, "Complete steps: 2, 4, 6"),
         (
             ["eval", "{doc}", "--set", "evaluation.split=train", "--set", "workdir=/tmp/nowhere"],
             2,
             "no prepared",
         ),
         (["generate", "{doc}", "--jsonl", "{doc}"], 2, "tiny.yaml:1: expected a JSON object"),
-        (["ckpt", "verify", "/nowhere"], 1, "is not a checkpoint"),
+        (["ckpt", "verify", "/nowhere"], 2, "is not a checkpoint"),
         (["ckpt", "ls", "/nowhere"], 2, "no checkpoints there"),
         (["flops", "/nowhere"], 2, "cannot read"),
         (
