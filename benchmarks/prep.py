@@ -1,9 +1,9 @@
 """Data prep against its peers, both sides in one run: ``python benchmarks/prep.py [--data DIR] [--tokenizer FILE]``.
 
-One line ``name: value`` per figure. The corpus is ``DIR/pile-sample/*.jsonl.zst`` (default: ``shared/data`` beside
-the repository) topped up to 64 MB with the sources of the installed Python packages; without DIR it is those
-alone. The Llama 3 tokenizer (PyPI's ``llama-models``) and ``gigatoken`` are fetched with pip into a temporary
-folder unless given. One-worker runs, ours and theirs, are pinned to one core.
+One line ``name: value`` per figure. The corpus is ``DIR/pile-sample/*.jsonl.zst``, topped up to 64 MB with the
+sources of the installed Python packages; without ``--data`` it is those alone. The Llama 3 tokenizer (PyPI's
+``llama-models``) and ``gigatoken`` are fetched with pip into a temporary folder unless given. One-worker runs, ours
+and theirs, are pinned to one core.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Bench:
             stdout=sys.stderr,
         )
 
-    def _corpus(self, data: Path, megabytes: float) -> list[Path]:
+    def _corpus(self, data: Path | None, megabytes: float) -> list[Path]:
         """The sample, and distinct source files in files of 16 MB until there is enough text."""
-        files = sorted((data / "pile-sample").glob("*.jsonl.zst")) if data.exists() else []
+        files = sorted((data / "pile-sample").glob("*.jsonl.zst")) if data is not None else []
         have = sum(len(t.encode()) for t in iterate_texts(files)) if files else 0
         texts: list[str] = []
         size = 0
@@ -296,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, default=REPOSITORY.parent / "shared/data")
+    parser.add_argument("--data", type=Path, help="a folder that holds pile-sample/*.jsonl.zst")
     parser.add_argument("--tokenizer", type=Path, help="Llama 3's tokenizer.model")
     parser.add_argument("--packages", type=Path, help="a folder with gigatoken and awkward installed")
     parser.add_argument("--megabytes", type=float, default=64.0)

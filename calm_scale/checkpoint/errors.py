@@ -27,7 +27,7 @@ class NothingToResumeError(CheckpointError):
     """Step folders are there, but none is usable: starting again from step 0 needs a person's word."""
 
 
-class ResumeRefusedError(CheckpointError):
+class ResumeRefusedError(CheckpointError, ConfigError):
     """The checkpoint belongs to another run or another configuration."""
 
 

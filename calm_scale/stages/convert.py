@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -98,6 +99,9 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
         vocab_size=run.vocab_size,
         patch_size=run.patch_size,
     )
+    carried = folder / "tokenizer.json"
+    if carried.is_file():
+        shutil.copyfile(carried, run.tokenizer_path)
     store_config(run)
     name = run_id(run.workdir / "lm", run.name)
     identity = Identity.of_run(
@@ -116,9 +120,16 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
     )
     store.save(0, lambda shards: write_checkpoint(published, shards), card)
     world.close()
-    Console().print(
-        f"imported into {out}; score it with: calm-scale eval {out / 'config.yaml'}", soft_wrap=True
-    )
+    document = out / "config.yaml"
+    lines = [
+        f"imported into {out}",
+        f"generate: calm-scale generate {document} --prompt TEXT",
+        f"score: calm-scale eval {document} --set data=DIR   (DIR holds a prepared `heldout` split)",
+    ]
+    if not carried.is_file():
+        lines.append(f"it carried no tokenizer.json: put one at {run.tokenizer_path}")
+    for line in lines:
+        Console().print(line, soft_wrap=True, highlight=False, markup=False)
     return EXIT_OK
 
 

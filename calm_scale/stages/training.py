@@ -66,6 +66,7 @@ def run_loop(
         telemetry = Telemetry(
             folder, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
         )
+        _warn_of_warmup(training, stage, telemetry)
         store = CheckpointStore(
             folder / "checkpoints", world, training.checkpoint, run_id=attempt.run_id, say=telemetry.say
         )
@@ -80,4 +81,13 @@ def run_loop(
             attempt=attempt,
             stop=stop,
             accept=accept,
+        )
+
+
+def _warn_of_warmup(training: TrainingConfig, stage: Stage, telemetry: Telemetry) -> None:
+    warmup = training.optimizer.schedule.warmup_steps
+    if warmup >= training.steps:
+        telemetry.warn(
+            f"the learning rate warms up over {warmup} steps, but the run has {training.steps}: it never reaches "
+            f"{training.optimizer.lr}; set {stage}.training.optimizer.schedule.warmup_steps"
         )
