@@ -133,7 +133,7 @@ def test_resume_check_tells_safe_from_forbidden(trained: TinyRun) -> None:
         (["train-lm", "{doc}", "--set", "data=/nowhere"], 2, "run `calm-scale prep` first"),
         (
             ["train-lm", "{doc}", "--set", "lm.training.optimizer.lr=1"],
-            1,
+            2,
             "--accept lm.training.optimizer.lr",
         ),
         (["eval", "{doc}", "--step", "5"], 2, "Complete steps: 2, 4, 6"),
