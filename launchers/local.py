@@ -19,13 +19,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from calm_scale.config.exit_codes import EXIT_REQUEUE
 from launchers.claims import MARK
 from launchers.cores import cores_per_rank
 from launchers.errors import LaunchError
 from launchers.guard import Guard
 from launchers.ports import PortLease
 from launchers.process import RankProcess, wait_for_any
-from launchers.verdict import REQUEUE, Verdict
+from launchers.verdict import Verdict
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _POLL_SECONDS = 0.2
@@ -136,7 +137,7 @@ class _World:
     def _wait(self) -> None:
         while running := [rank for rank in self._ranks if rank.poll() is None]:
             if self._first is None:
-                self._first = next((r for r in self._ranks if r.code not in (None, 0, REQUEUE)), None)
+                self._first = next((r for r in self._ranks if r.code not in (None, 0, EXIT_REQUEUE)), None)
                 if self._first is not None:
                     self._end(running, self._end_others_within)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -144,7 +145,7 @@ class _World:
                     rank.kill_group()
             wait_for_any(running, _POLL_SECONDS)
         if self._first is None:
-            self._first = next((rank for rank in self._ranks if rank.code not in (0, REQUEUE)), None)
+            self._first = next((rank for rank in self._ranks if rank.code not in (0, EXIT_REQUEUE)), None)
 
     def _end(self, running: Sequence[RankProcess], within: float) -> None:
         self._kill_at = min(self._kill_at or float("inf"), time.monotonic() + within)

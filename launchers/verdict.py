@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-REQUEUE = 75
-"""Exit code of a rank that saved and wants its job queued again (EX_TEMPFAIL)."""
+from calm_scale.config.exit_codes import EXIT_REQUEUE
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
@@ -38,7 +37,7 @@ class Verdict:
     def of(cls, first: Ended | None, ranks: Sequence[Ended]) -> Verdict:
         """Judge a launch: the first failing rank decides; else 75 if any rank asked for a requeue; else 0."""
         if first is None or first.code is None:
-            return cls(REQUEUE if any(rank.code == REQUEUE for rank in ranks) else 0)
+            return cls(EXIT_REQUEUE if any(rank.code == EXIT_REQUEUE for rank in ranks) else 0)
         log = getattr(first, "log", None)
         return cls(first.code, first.rank, socket.gethostname(), tuple(first.last_lines()), str(log or ""))
 
