@@ -37,6 +37,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def words_of(text: str) -> str:
+    """What a boxed, wrapped message says, however long this checkout's path made its lines."""
+    return " ".join(text.replace("│", " ").split())
+
+
 def test_help_lists_every_command_without_importing_torch() -> None:
     probe = (
         "import sys; sys.argv = ['calm-scale', '--help']\n"
@@ -82,7 +87,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 def test_a_users_mistake_is_a_message_and_exit_code_2(arguments: list[str], words: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
-    assert words in " ".join(done.stderr.split())
+    assert words in words_of(done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -97,7 +102,7 @@ def test_a_file_that_cannot_be_used_is_a_message_and_exit_code_1(tmp_path: Path)
     (tmp_path / "lm" / "ledger.jsonl").mkdir(parents=True)
     done = run("status", str(tmp_path))
     assert done.returncode == 1
-    assert "ledger.jsonl: Is a directory" in " ".join(done.stderr.split())
+    assert "ledger.jsonl: Is a directory" in words_of(done.stderr)
     assert "Traceback" not in done.stderr
 
 
