@@ -9,7 +9,17 @@ from typing import Any
 
 from calm_scale.runtime.metrics import Row, read_metrics
 
-_BOOKKEEPING = {"step", "attempt", "time", "samples", "tokens", "seconds", "skipped", "nonfinite"}
+_BOOKKEEPING = {
+    "step",
+    "attempt",
+    "time",
+    "samples",
+    "tokens",
+    "seconds",
+    "cpu_seconds",
+    "skipped",
+    "nonfinite",
+}
 
 
 def draw_curves(metrics: Path, folder: Path) -> list[Path]:

@@ -166,7 +166,7 @@ class _Loop:
             if batch is None:
                 return self._out_of_data()
             self._step(batch)
-            if self.counters.steps % self.config.checkpoint.interval == 0:
+            if self.config.checkpoint.is_due(self.counters.steps):
                 self._save(background=self.config.checkpoint.async_save)
             self.ledger.progress()
         if self.pending_row is not None:
@@ -176,10 +176,11 @@ class _Loop:
     def _step(self, batch: Batch) -> None:
         step = self.counters.steps + 1
         lr = learning_rate(self.config.optimizer, step, self.config.steps)
-        start = time.monotonic()
+        start, cpu = time.monotonic(), time.process_time()
         with self.watchdog.doing(f"training step {step}"), self.ledger.timing("train"):
             result = self.engine.train_step(batch, lr)
-        row = self.row = self._numbers(step, lr, result, time.monotonic() - start)
+        clocks = {"seconds": time.monotonic() - start, "cpu_seconds": time.process_time() - cpu}
+        row = self.row = self._numbers(step, lr, result, clocks)
         try:
             warning = self.guard.judge(step, result)
         except NonFiniteError:
@@ -195,7 +196,7 @@ class _Loop:
         else:
             self.telemetry.row(row, self.config.steps)
 
-    def _numbers(self, step: int, lr: float, result: StepResult, seconds: float) -> dict[str, Any]:
+    def _numbers(self, step: int, lr: float, result: StepResult, clocks: dict[str, float]) -> dict[str, Any]:
         tokens = self.data.train.tokens_per_batch
         return {
             "step": step,
@@ -206,8 +207,8 @@ class _Loop:
             "samples": self.counters.samples + self.data.train.plan.global_batch,
             "tokens": self.counters.tokens + tokens,
             **result.metrics,
-            "seconds": seconds,
-            "tokens_per_s": tokens / max(seconds, 1e-9),
+            **clocks,
+            "tokens_per_s": tokens / max(clocks["seconds"], 1e-9),
             "time": time.time(),
         }
 

@@ -14,7 +14,7 @@ from calm_scale.accounting import ledger
 from calm_scale.checkpoint.inventory import inventory
 from calm_scale.runtime.metrics import read_metrics
 
-TIMES = {"seconds", "tokens_per_s", "time", "attempt"}
+TIMES = {"seconds", "cpu_seconds", "tokens_per_s", "time", "attempt"}
 OPTIONS = {
     "training": {"steps": 40, "checkpoint": {"interval": 5, "keep_last": 2}, "eval_interval": 7},
     "engine": {"slow_step": 0.02, "slow_save": 0.2},

@@ -23,7 +23,7 @@ from calm_scale.runtime.metrics import read_metrics
 from calm_scale.runtime.world import World
 from calm_scale.training.nonfinite import NonFiniteError
 
-TIMES = {"seconds", "tokens_per_s", "time", "attempt"}
+TIMES = {"seconds", "cpu_seconds", "tokens_per_s", "time", "attempt"}
 
 
 def record(folder: Path) -> list[dict[str, Any]]:
