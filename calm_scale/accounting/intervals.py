@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 
-NODE_MTBF_HOURS = 6334.0
-"""Mean time between failures of one 8-GPU node: 419 unexpected interruptions in 54 days on 2048 nodes
-(the Llama 3 report): 54 · 24 · 2048 / 419 hours."""
+from calm_scale.config.checkpoint import NODE_MTBF_HOURS
 
 
 def job_mtbf(num_nodes: int, node_mtbf_hours: float = NODE_MTBF_HOURS) -> float:
@@ -39,8 +37,3 @@ def expected_goodput(
     if exponent + restart_seconds / m > 700:
         return 0.0
     return interval / (m * math.exp(restart_seconds / m) * math.expm1(exponent))
-
-
-def steps_between_saves(save_seconds: float, step_seconds: float, mtbf_seconds: float) -> int:
-    """The optimal interval in optimizer steps, at least one."""
-    return max(1, round(optimal_interval(save_seconds, mtbf_seconds) / step_seconds))

@@ -5,31 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from calm_scale.accounting import intervals, memory
+from calm_scale.accounting import memory
 from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.costs import step_flops, tokens_per_step
 from calm_scale.accounting.hardware import Device, device
 from calm_scale.accounting.layout import PipelineBound, balance, pipeline_bound
 from calm_scale.accounting.memory import Memory
-from calm_scale.accounting.model import lm_parameters
 from calm_scale.accounting.timing import EFFICIENCY, StepTime, step_time
 from calm_scale.config.base import ConfigError
 from calm_scale.config.run import RunConfig
 
 USABLE_MEMORY = 0.9
 """Share of the device's memory a plan may fill; the rest is for the runtime, kernels and fragmentation."""
-
-STORAGE_PER_NODE = 2e9
-"""Bytes/s one node writes to shared storage: an assumption of the save-interval advice."""
-
-STORAGE_TOTAL = 100e9
-"""Bytes/s the shared storage takes from all nodes together: another one."""
-
-SAVE_OVERHEAD_SECONDS = 5.0
-"""Collecting, hashing, fsync and rename, whatever the size: another one."""
-
-RESTART_SECONDS = 300.0
-"""From a failure to the first new step: an assumption of the save-interval advice."""
 
 MAX_TENSOR = 8
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -87,18 +74,6 @@ class Layout:
         ]
 
 
-@dataclass(frozen=True)
-class SaveAdvice:
-    """How often to save, by Daly's formula, and what that leaves of the time."""
-
-    checkpoint_bytes: float
-    save_seconds: float
-    mtbf_seconds: float
-    interval_seconds: float
-    interval_steps: int
-    goodput: float
-
-
 def rank(
     config: RunConfig, nodes: int, gpu: str, *, gpus_per_node: int = 8, efficiency: float = EFFICIENCY
 ) -> list[Layout]:
@@ -126,23 +101,6 @@ def rank(
             f"{lm.backbone.num_layers} layers must divide; change the number of nodes or the global batch"
         )
     return sorted(found, key=lambda layout: (not layout.fits, layout.time.total))
-
-
-def save_advice(layout: Layout, nodes: int) -> SaveAdvice:
-    """The optimal save interval for a layout on that many nodes."""
-    per_parameter = 2 + 12 if lm_of(layout.config).training.precision == "bf16" else 12
-    size = float(per_parameter * lm_parameters(layout.config))
-    save = SAVE_OVERHEAD_SECONDS + size / min(STORAGE_PER_NODE * nodes, STORAGE_TOTAL)
-    mtbf = intervals.job_mtbf(nodes)
-    interval = intervals.optimal_interval(save, mtbf)
-    return SaveAdvice(
-        checkpoint_bytes=size,
-        save_seconds=save,
-        mtbf_seconds=mtbf,
-        interval_seconds=interval,
-        interval_steps=intervals.steps_between_saves(save, layout.time.total, mtbf),
-        goodput=intervals.expected_goodput(interval, save, RESTART_SECONDS, mtbf),
-    )
 
 
 def _candidates(config: RunConfig, world: int, gpus_per_node: int) -> Iterator[tuple[RunConfig, int]]:

@@ -153,7 +153,7 @@ def _pace(rows: list[Row]) -> float | None:
 def _next_save(step: int, training: TrainingConfig | None) -> int | None:
     if training is None or step >= training.steps:
         return None
-    interval = training.checkpoint.interval
+    interval = training.checkpoint.interval_steps
     return min(training.steps, (step // interval + 1) * interval)
 
 

@@ -44,7 +44,6 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
         outcome = run_loop(
             config,
             "autoencoder",
-            stage.training,
             world,
             engine,
             train,

@@ -5,12 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from calm_scale.accounting import hardware, memory
-from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.components import parameters_of
+from calm_scale.accounting import hardware, memory, saves
 from calm_scale.accounting.costs import run_totals
 from calm_scale.accounting.layout import balance
-from calm_scale.accounting.model import lm_parameters
 from calm_scale.accounting.report.document import bytes_text, flops_text
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
@@ -29,31 +26,33 @@ def dry_run(config: RunConfig, stage: Stage, num_ranks: int | None = None) -> in
     return EXIT_OK
 
 
-def stage_plan(config: RunConfig, stage: Stage, ranks: int, gpu: str | None) -> Table:
+def stage_plan(config: RunConfig, stage: Stage, ranks: int, gpu: str | None, nodes: int = 1) -> Table:
     """What one training stage would do on that many ranks.
 
     Args:
-        gpu: a key of the hardware table, for hours and whether it fits; None where the device is not known.
+        gpu: a key of the hardware table, for hours, saves and whether it fits; None where the device is not known.
+        nodes: over which the ranks are spread.
 
     Raises:
         ConfigError: the layout or the batch does not fit the ranks.
     """
     rows = _autoencoder(config, ranks) if stage == "autoencoder" else _language_model(config, ranks)
-    if gpu is not None:
-        rows += _on_device(config, stage, ranks, gpu)
+    chip = hardware.device(gpu) if gpu is not None else None
+    rows += _saves(config, stage, saves.interval_text(config, stage, ranks=ranks, nodes=nodes, chip=chip))
+    if chip is not None:
+        rows += _on_device(config, stage, ranks, chip)
     table = Table(title=f"{stage} of run {config.name}", title_justify="left", show_header=False)
     for name, value in rows:
         table.add_row(name, value)
     return table
 
 
-def _on_device(config: RunConfig, stage: Stage, ranks: int, gpu: str) -> list[tuple[str, str]]:
-    chip = hardware.device(gpu)
+def _on_device(config: RunConfig, stage: Stage, ranks: int, chip: hardware.Device) -> list[tuple[str, str]]:
     totals = run_totals(config) if config.lm is not None else None
     flops = 0.0 if totals is None else totals.autoencoder if stage == "autoencoder" else totals.lm
     hours = flops / (chip.peak * ranks * ASSUMED_MFU) / 3600
     return [
-        (f"time at {ASSUMED_MFU:.0%} MFU on {gpu}", f"{hours:,.1f} h, {hours * ranks:,.0f} GPU-hours"),
+        (f"time at {ASSUMED_MFU:.0%} MFU on {chip.key}", f"{hours:,.1f} h, {hours * ranks:,.0f} GPU-hours"),
         ("memory of the device", bytes_text(chip.memory)),
     ]
 
@@ -61,12 +60,10 @@ def _on_device(config: RunConfig, stage: Stage, ranks: int, gpu: str) -> list[tu
 def _autoencoder(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
     stage = autoencoder_section(config)
     need = memory.autoencoder(config, ranks)
-    size = 3 * 4 * parameters_of(autoencoder_components(config))
     return [
         ("layout", f"{ranks} ranks, ZeRO stage {stage.zero.stage}"),
         *_work(config, stage.training, stage.patches * config.patch_size, ranks, stage.split),
         ("memory per rank", bytes_text(need.total)),
-        *_disk(stage.training, size),
     ]
 
 
@@ -84,20 +81,14 @@ def _language_model(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
         *_work(config, stage.training, stage.backbone.positions * config.patch_size, data, "train"),
         ("training FLOPs", flops_text(run_totals(config).lm)),
         ("memory, fullest rank", f"{bytes_text(fullest.total)} (pipeline stage {fullest.stage})"),
-        *_disk(
-            stage.training, (12 + (2 if stage.training.precision == "bf16" else 0)) * lm_parameters(config)
-        ),
     ]
 
 
-def _disk(training: TrainingConfig, checkpoint_bytes: int) -> list[tuple[str, str]]:
-    """Bytes of one checkpoint, and of all that retention keeps plus the one being written."""
-    kept = training.checkpoint.keep_last + 1
-    if training.checkpoint.keep_every is not None:
-        kept += training.steps // training.checkpoint.keep_every
+def _saves(config: RunConfig, stage: Stage, interval: str) -> list[tuple[str, str]]:
+    size, kept = saves.checkpoint_bytes(config, stage), saves.checkpoints_kept(config, stage)
     return [
-        ("checkpoint", f"{bytes_text(checkpoint_bytes)} every {training.checkpoint.interval:,} steps"),
-        ("disk for checkpoints", f"{bytes_text(kept * checkpoint_bytes)} ({kept} of them)"),
+        ("checkpoint", f"{bytes_text(size)} {interval}"),
+        ("disk for checkpoints", f"{bytes_text(kept * size)} ({kept} of them)"),
     ]
 
 

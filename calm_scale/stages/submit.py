@@ -25,7 +25,7 @@ def submit_run(config: RunConfig, config_path: Path, cluster_path: Path, *, dry_
     gpu = cluster.gpu_type if cluster.gpu_type in {chip.key for chip in hardware.DEVICES} else None
     for job in submission.jobs:
         if job.stage in ("autoencoder", "lm"):
-            console.print(stage_plan(config, job.stage, job.shape.num_tasks, gpu))
+            console.print(stage_plan(config, job.stage, job.shape.num_tasks, gpu, job.shape.nodes))
     console.print(f"scripts: {submission.folder}", soft_wrap=True, highlight=False)
     if dry_run:
         console.print("dry run: nothing was queued")

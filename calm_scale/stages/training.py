@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from calm_scale.accounting import hardware, saves
 from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import RunConfig
@@ -14,12 +15,13 @@ from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World
 from calm_scale.stages.launch import Stage
 from calm_scale.stages.run_folder import store_config
-from calm_scale.training.attempt import open_attempt
+from calm_scale.training.attempt import device_name, open_attempt
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
 from calm_scale.training.claim import claimed
 from calm_scale.training.engine import Engine
 from calm_scale.training.loop import Outcome, TrainingData, fit
 from data_prep.reading import ShardDataset
+from launchers import environment
 
 
 def training_data(
@@ -49,6 +51,8 @@ def run_loop(
 ) -> Outcome:
     """Resume or start, train to the end or to a stop signal. Every rank calls it."""
     folder = config.workdir / stage
+    config, interval = _with_save_interval(config, stage, world)
+    training = saves.training_of(config, stage)
     with claimed(folder, world):
         attempt = open_attempt(folder, config.name, world)
         identity = Identity.of_run(
@@ -67,6 +71,7 @@ def run_loop(
             folder, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
         )
         _warn_of_warmup(training, stage, telemetry)
+        telemetry.say(f"saves {interval}")
         store = CheckpointStore(
             folder / "checkpoints", world, training.checkpoint, run_id=attempt.run_id, say=telemetry.say
         )
@@ -82,6 +87,14 @@ def run_loop(
             stop=stop,
             accept=accept,
         )
+
+
+def _with_save_interval(config: RunConfig, stage: Stage, world: World) -> tuple[RunConfig, str]:
+    """The run with the number that `checkpoint.interval: auto` stands for here, and the words for it."""
+    chip = hardware.by_name(world.broadcast_object(device_name(world)))
+    ranks, nodes = world.world_size, environment.facts().num_nodes
+    text = saves.interval_text(config, stage, ranks=ranks, nodes=nodes, chip=chip)
+    return saves.with_interval(config, stage, ranks=ranks, nodes=nodes, chip=chip), text
 
 
 def _warn_of_warmup(training: TrainingConfig, stage: Stage, telemetry: Telemetry) -> None:

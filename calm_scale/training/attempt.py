@@ -103,7 +103,7 @@ class Ledger:
             eval_tokens=self.eval_tokens,
             seconds={str(name): spent for name, spent in self._seconds.items()},
             world_size=self.world.world_size,
-            device=_device_name(self.world),
+            device=device_name(self.world),
             precision=self.precision,
         )
         ledger.append(self.attempt.folder / "ledger.jsonl", event)
@@ -114,5 +114,6 @@ class Ledger:
             self.write("progress")
 
 
-def _device_name(world: World) -> str:
+def device_name(world: World) -> str:
+    """What torch calls this rank's device."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from calm_scale.accounting.hardware import DEVICES, UnknownDeviceError, by_name, device
-from calm_scale.accounting.intervals import expected_goodput, optimal_interval, steps_between_saves
+from calm_scale.accounting.intervals import expected_goodput, optimal_interval
 from calm_scale.accounting.utilization import UtilizationError, utilization
 
 
@@ -78,5 +78,4 @@ def test_daly_interval_maximises_expected_goodput(save: float, mtbf: float) -> N
 def test_interval_limits() -> None:
     assert optimal_interval(1.0, 1e8) == pytest.approx(math.sqrt(2e8), rel=1e-2)
     assert optimal_interval(100.0, 10.0) == 10.0
-    assert steps_between_saves(1.0, 1e9, 1e4) == 1
     assert expected_goodput(1e9, 1, 1, 1) == 0

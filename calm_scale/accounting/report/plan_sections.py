@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from calm_scale.accounting import hardware, intervals, memory, plan, timing
+from calm_scale.accounting import hardware, memory, plan, saves, timing
 from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.plan import Layout
 from calm_scale.accounting.report.document import (
@@ -41,15 +41,15 @@ def plan_document(
     return Document(
         f"Plan: {config.name} on {nodes} × {gpus_per_node} {chip.key}",
         (
-            _choice(best, nodes, price / chip.dollars_per_hour),
+            _choice(best, nodes, chip, price / chip.dollars_per_hour),
             _ranking(ranked, price / chip.dollars_per_hour),
-            _assumptions(chip, efficiency, price),
+            _assumptions(chip, efficiency, price, lm_of(config).training.checkpoint.node_mtbf_hours),
         ),
     )
 
 
-def _choice(best: Layout, nodes: int, price: float) -> Section:
-    text = _advice(best, nodes, price) if best.fits else _nothing_fits(best)
+def _choice(best: Layout, nodes: int, chip: hardware.Device, price: float) -> Section:
+    text = _advice(best, nodes, chip, price) if best.fits else _nothing_fits(best)
     return Section("choice", "Choice", text, (_memory_table(best),))
 
 
@@ -60,8 +60,8 @@ def _nothing_fits(best: Layout) -> tuple[str, ...]:
     )
 
 
-def _advice(best: Layout, nodes: int, price: float) -> tuple[str, ...]:
-    advice, time = plan.save_advice(best, nodes), best.time
+def _advice(best: Layout, nodes: int, chip: hardware.Device, price: float) -> tuple[str, ...]:
+    time = best.time
     parts = ", ".join(
         f"{name} {seconds_text(getattr(time, name))}"
         for name in ("compute", "tensor", "pipeline", "bubble", "data", "optimizer")
@@ -71,11 +71,24 @@ def _advice(best: Layout, nodes: int, price: float) -> tuple[str, ...]:
         f"MFU {100 * best.mfu:.0f} %, {best.days:.2f} days, ${best.dollars * price:,.0f}.",
         f"A step: {parts}. Heaviest stage {best.bound.imbalance:.2f} × the mean.",
         f"Fullest: stage {best.fullest.stage}, {bytes_text(best.fullest.total)} of {bytes_text(best.limit)} usable.",
-        f"Checkpoint {bytes_text(advice.checkpoint_bytes)}, about {seconds_text(advice.save_seconds)} to save; "
-        f"a failure every {seconds_text(advice.mtbf_seconds)}. Save every {advice.interval_steps} steps "
-        f"({seconds_text(advice.interval_seconds)}): expected goodput {100 * advice.goodput:.2f} %.",
+        *_save_advice(best, nodes, chip),
         "Select it with: " + " ".join(f"--set {item}" for item in best.overrides),
     )
+
+
+def _save_advice(best: Layout, nodes: int, chip: hardware.Device) -> tuple[str, ...]:
+    """What `checkpoint.interval` is under this layout, why, and what it leaves of the time."""
+    lm = lm_of(best.config)
+    ranks = best.data_parallel * lm.parallel.model_parallel
+    best_one = saves.save_interval(
+        best.config, "lm", ranks=ranks, nodes=nodes, chip=chip, step_seconds=best.time.total
+    )
+    text = saves.interval_text(best.config, "lm", ranks=ranks, nodes=nodes, chip=chip)
+    first = f"Checkpoint {bytes_text(best_one.checkpoint_bytes)}, saved {text}."
+    auto = f"expected goodput {100 * best_one.goodput:.2f} %"
+    if lm.training.checkpoint.interval == "auto":
+        return (f"{first} {auto[0].upper()}{auto[1:]}.",)
+    return (f"{first} `auto` would be {best_one.steps:,} ({best_one.reason}): {auto}.",)
 
 
 def _ranking(ranked: list[Layout], price: float) -> Section:
@@ -133,16 +146,16 @@ def _memory_table(layout: Layout) -> Table:
     return Table("memory", "Memory per rank", columns, rows)
 
 
-def _assumptions(chip: hardware.Device, efficiency: float, price: float) -> Section:
+def _assumptions(chip: hardware.Device, efficiency: float, price: float, mtbf_hours: float) -> Section:
     text = (
         timing.assumptions(chip, efficiency),
         f"Peak {chip.peak / 1e12:g} TFLOP/s ({chip.source}). "
         f"{100 * plan.USABLE_MEMORY:.0f} % of {chip.memory / 1e9:g} GB usable. "
         f"${price:g} a device-hour, an assumption of this table. "
         "MFU counts attention full, as the FLOPs report does, while kernels skip half of it.",
-        f"Saves: {plan.STORAGE_PER_NODE / 1e9:g} GB/s a node up to {plan.STORAGE_TOTAL / 1e9:g} GB/s in all and "
-        f"{plan.SAVE_OVERHEAD_SECONDS:g} s beside; {plan.RESTART_SECONDS:.0f} s to restart; "
-        f"one failure of a node in {intervals.NODE_MTBF_HOURS:.0f} hours; the interval is Daly's.",
+        f"Saves: {saves.STORAGE_PER_NODE / 1e9:g} GB/s a node up to {saves.STORAGE_TOTAL / 1e9:g} GB/s in all and "
+        f"{saves.SAVE_OVERHEAD_SECONDS:g} s beside; {saves.RESTART_SECONDS:.0f} s to restart; "
+        f"one failure of a node in {mtbf_hours:g} hours (lm.training.checkpoint.node_mtbf_hours).",
     )
     return Section("assumptions", "What this rests on", text)
 
