@@ -41,7 +41,6 @@ def train_lm(config: RunConfig, accept: Sequence[str] = ()) -> int:
         outcome = run_loop(
             config,
             "lm",
-            stage.training,
             world,
             engine,
             train,

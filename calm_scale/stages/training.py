@@ -38,7 +38,6 @@ def training_data(
 def run_loop(
     config: RunConfig,
     stage: Stage,
-    training: TrainingConfig,
     world: World,
     engine: Engine,
     train: ShardDataset,
