@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.documents import HARMLESS
-from data_prep.errors import PrepError, StarvedSplitError
+from data_prep.errors import PrepError
 from data_prep.journal import Journal
 from data_prep.manifest import (
     DocumentCounts,
@@ -22,7 +22,7 @@ from data_prep.manifest import (
 from data_prep.plan import Plan, Split
 from data_prep.record import SegmentRecord, SplitOutput
 from data_prep.report import QUARANTINE_NAME
-from data_prep.shards import SUFFIX, ShardWriter
+from data_prep.tails import filler_id, join_tails, refuse_starved
 from data_prep.tokenizer import Tokenizer
 
 
@@ -149,21 +149,20 @@ def write_split(
     for source in range(len(prep.sources)):
         mine = [r for r in records if plan.inputs[r.item].source == source]
         shards += [entry for r in mine for entry in r.splits[split.name].shards]
-        entry, tail = _join_tails(plan, journal, split, source, mine)
-        shards += entry
-        left += tail
+        tail, left_out = join_tails(plan, journal, split, source, mine, filler_id(tokenizer))
+        shards += [tail] if tail is not None else []
+        left += left_out
     outputs = [r.splits[split.name] for r in records]
     num_sequences = sum(s.num_sequences for s in shards)
     tokens = TokenCounts(
         text=sum(o.text_tokens for o in outputs),
         bos=sum(o.bos for o in outputs),
         eos=sum(o.eos for o in outputs),
-        padding=sum(o.padding for o in outputs),
+        padding=sum(o.padding for o in outputs) + sum(s.filler for s in shards),
         tail=left,
         stored=num_sequences * prep.sequence_length,
     )
-    if not num_sequences:
-        _refuse_starved(plan, split, tokens, records)
+    refuse_starved(plan, split, tokens, shards, records)
     kept = sum(o.documents for o in outputs)
     return Manifest(
         split=split.name,
@@ -201,53 +200,6 @@ def write_split(
             "corrupt_inputs": totals.corrupt,
             "share_of_documents": [split.low, split.high],
         },
-    )
-
-
-def _join_tails(
-    plan: Plan, journal: Journal, split: Split, source: int, records: list[SegmentRecord]
-) -> tuple[list[ShardEntry], int]:
-    """What the segments left over, one after the other, as one more shard; the last ids are the tail."""
-    prep = plan.prep
-    dtype = np.dtype(plan.dtype).newbyteorder("<")
-    writer = ShardWriter(
-        journal.data_dir / split.name / f"tail-{source:06d}{SUFFIX}",
-        dtype,
-        alignment=prep.alignment,
-        sequence_length=prep.sequence_length,
-        max_id=plan.vocab_size - 1,
-    )
-    for record in records:
-        path = journal.record_path(record.item, record.segment).with_suffix(f".{split.name}.tail")
-        writer.append(np.fromfile(path, dtype))
-    header, tail = writer.close()
-    if header is None:
-        return [], len(tail)
-    entry = ShardEntry(
-        name=writer.path.name,
-        num_sequences=header.num_sequences,
-        checksum=f"{header.checksum:016x}",
-        max_id=header.max_id,
-        source=source,
-        origin="ends of all segments",
-    )
-    return [entry], len(tail)
-
-
-def _refuse_starved(plan: Plan, split: Split, tokens: TokenCounts, records: list[SegmentRecord]) -> None:
-    length = plan.prep.sequence_length
-    everything = sum(
-        o.text_tokens + o.bos + o.eos + o.padding for record in records for o in record.splits.values()
-    )
-    if everything < length or split.name == "train":
-        raise StarvedSplitError(
-            f"the split {split.name!r} got {tokens.tail} of {everything} tokens, less than one sequence of {length}: "
-            "add text or lower prep.sequence_length"
-        )
-    raise StarvedSplitError(
-        f"prep.splits.{split.name} = {split.high - split.low:g} gives the split {split.name!r} {tokens.tail} tokens, "
-        f"less than one sequence of {length}: the smallest share that works with this corpus is about "
-        f"{min(1.0, 1.2 * length / everything):.2g}"
     )
 
 

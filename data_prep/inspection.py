@@ -31,7 +31,8 @@ class Decodes(Protocol):
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """One stored sequence: its ids, where they came from, and their text where a tokenizer was given."""
+    """One stored sequence: its ids (without what fills it up), where they came from, and their text where a
+    tokenizer was given."""
 
     index: int
     ids: list[int]
@@ -60,7 +61,7 @@ def read_sequence(split_dir: Path, index: int, tokenizer: Decodes | None = None)
         ShardError: there is no such sequence, or the tokenizer is not the one the split was made with.
     """
     manifest = Manifest.read(split_dir)
-    dataset = ShardDataset(split_dir, manifest.sequence_length)
+    dataset = ShardDataset(split_dir, manifest.sequence_length, partial=True)
     if not 0 <= index < len(dataset):
         raise ShardError(f"{split_dir} holds sequences 0 to {len(dataset) - 1}, not {index}")
     if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:

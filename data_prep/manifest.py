@@ -26,7 +26,8 @@ class _Record(BaseModel):
 class ShardEntry(_Record):
     """One shard: its counts, its checksum (xxh64 of the token bytes, 16 hex digits), where its text came from.
 
-    ``source`` is the index of the entry of ``prep.sources``. ``compressed`` marks the cold zstd form.
+    ``source`` is the index of the entry of ``prep.sources``. ``compressed`` marks the cold zstd form. The last
+    ``filler`` ids of the shard are no text: they fill up its last sequence, whatever id they are.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ShardEntry(_Record):
     source: int = 0
     origin: str = ""
     compressed: bool = False
+    filler: int = 0
 
 
 class SourceEntry(_Record):
@@ -63,7 +65,10 @@ class DocumentCounts(_Record):
 
 
 class TokenCounts(_Record):
-    """text + bos + eos + padding = stored + tail; tail is the last, incomplete sequence, which is not stored."""
+    """text + bos + eos + padding = stored + tail; tail is the last, incomplete sequence where it is not stored.
+
+    ``padding`` counts what aligns documents and what fills up a stored last sequence.
+    """
 
     text: int = 0
     bos: int = 0
@@ -107,9 +112,19 @@ class Manifest(_Record):
     provenance: dict[str, Any] = {}
 
     @property
+    def filler(self) -> int:
+        """Ids that fill up last sequences; they stand at the ends of shards, and no reader serves them."""
+        return sum(s.filler for s in self.shards)
+
+    @property
+    def served_padding(self) -> int:
+        """Padding ids that readers meet: those that align documents, not the filler."""
+        return self.tokens.padding - self.filler
+
+    @property
     def fingerprint(self) -> str:
         """Hex digest of what a reader sees: the ids of every sequence in order, and what they mean."""
-        seen = [
+        seen: list[object] = [
             self.format_version,
             self.sequence_length,
             self.tokenizer_fingerprint,
@@ -118,6 +133,8 @@ class Manifest(_Record):
             self.pad_id,
             [(s.num_sequences, s.checksum) for s in self.shards],
         ]
+        if self.filler:
+            seen.append([s.filler for s in self.shards])
         return xxhash.xxh3_128_hexdigest(json.dumps(seen, separators=(",", ":")).encode())
 
     def write(self, split_dir: Path) -> None:

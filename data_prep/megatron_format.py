@@ -23,6 +23,7 @@ from data_prep.manifest import DocumentCounts, Manifest, ShardEntry, SourceEntry
 from data_prep.packing import build_packer
 from data_prep.reading import ShardDataset
 from data_prep.shards import SUFFIX, ShardWriter, token_dtype
+from data_prep.tails import filler_id
 from data_prep.tokenizer import Tokenizer
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -89,20 +90,24 @@ def write_megatron(
 
 
 def export_megatron(split_dir: Path, prefix: Path) -> int:
-    """Write a split as ``prefix.bin`` / ``prefix.idx``, one document per stored sequence; their number."""
+    """Write a split as ``prefix.bin`` / ``prefix.idx``, one document per stored sequence; their number.
+
+    A last sequence that was filled up is written without its filler.
+    """
     manifest = Manifest.read(split_dir)
-    dataset = ShardDataset(split_dir, manifest.sequence_length)
+    dataset = ShardDataset(split_dir, manifest.sequence_length, partial=True)
     dtype = np.dtype("<u2" if manifest.dtype == "uint16" else "<i4")
     data = prefix.with_name(prefix.name + ".bin")
     data.parent.mkdir(parents=True, exist_ok=True)
     part = data.with_name(data.name + ".part")
+    lengths = np.empty(len(dataset), np.int32)
     with part.open("wb") as file:
         for i in range(len(dataset)):
+            lengths[i] = len(dataset[i])
             file.write(np.ascontiguousarray(dataset[i], dtype).tobytes())
         file.flush()
         os.fsync(file.fileno())
     part.replace(data)
-    lengths = np.full(len(dataset), manifest.sequence_length, np.int32)
     write_megatron(prefix, dtype, lengths, np.arange(len(dataset) + 1, dtype=np.int64))
     return len(dataset)
 
@@ -145,6 +150,8 @@ def import_megatron(
             writer.append(packer.add(ids, offsets[start : stop + 1] - offsets[start]))
             start = stop
         writer.append(packer.finish())
+        filler = -int(offsets[-1] + packer.padding) % prep.sequence_length if split in prep.keep_tail else 0
+        writer.append(np.full(filler, filler_id(tokenizer), dtype))
         header, tail = writer.close()
         if header is None:
             raise PrepError(f"{prefix} holds less than one sequence of {prep.sequence_length} tokens")
@@ -153,7 +160,9 @@ def import_megatron(
                 "dtype": dtype.name,
                 "num_sequences": header.num_sequences,
                 "max_id": header.max_id,
-                "tokens": _count(index, offsets, tokenizer, packer.padding, len(tail), header.num_tokens),
+                "tokens": _count(
+                    index, offsets, tokenizer, packer.padding + filler, len(tail), header.num_tokens
+                ),
                 "sources": [SourceEntry(name=str(prefix), weight=1.0, num_sequences=header.num_sequences)],
                 "shards": [
                     ShardEntry(
@@ -162,6 +171,7 @@ def import_megatron(
                         checksum=f"{header.checksum:016x}",
                         max_id=header.max_id,
                         origin=prefix.name,
+                        filler=filler,
                     )
                 ],
             }

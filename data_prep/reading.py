@@ -25,16 +25,21 @@ class ShardDataset:
     header and size is checked against the manifest when the dataset is opened (checksums: ``prep verify``). A
     sample with an id that was never written raises ShardError when it is read.
 
+    Ids that only fill up a stored last sequence (``ShardEntry.filler``) are never served. Whole samples are by
+    default; ``partial`` adds, at each end of such a shard, the shorter sample ``[1 ≤ n < tokens_per_sample]`` that
+    is left, for an evaluation that drops nothing.
+
     Args:
         split_dir: folder with ``manifest.json`` and the shards.
         tokens_per_sample: must divide the manifest's sequence_length (a stored sequence of 8192 tokens serves
             as 4 samples of 2048).
+        partial: serve the last, shorter samples too.
 
     Raises:
         ShardError: the split is incomplete, a shard is missing or changed, or the sample size does not fit.
     """
 
-    def __init__(self, split_dir: Path, tokens_per_sample: int) -> None:
+    def __init__(self, split_dir: Path, tokens_per_sample: int, *, partial: bool = False) -> None:
         self.split_dir = Path(split_dir)
         self.manifest = Manifest.read(self.split_dir)
         self.fingerprint = self.manifest.fingerprint
@@ -47,13 +52,13 @@ class ShardDataset:
             )
         self.tokens_per_sample = tokens_per_sample
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
-        self._per_sequence = length // tokens_per_sample
         for entry in self.manifest.shards:
             path = self.split_dir / entry.name
             header = ColdShard(path).header if entry.compressed else read_header(path)
             _check(self.manifest, entry, header)
-        counts = (s.num_sequences * self._per_sequence for s in self.manifest.shards)
-        self._starts = [0, *accumulate(counts)]
+        self._partial = partial
+        self._counts = [self._num_samples(entry) for entry in self.manifest.shards]
+        self._starts = [0, *accumulate(self._counts)]
         self._maps: list[_Samples | None] = [None] * len(self.manifest.shards)
         self._has_cold = any(s.compressed for s in self.manifest.shards)
         self._gatherer: RowGatherer | None = None
@@ -63,10 +68,24 @@ class ShardDataset:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> NDArray[np.unsignedinteger]:
-        """Sample ``index`` as a read-only view [tokens_per_sample] of uint16 or uint32 ids."""
+        """Sample ``index`` as a read-only view [tokens_per_sample] of uint16 or uint32 ids (a partial one: shorter)."""
+        sample = self._filled(index)
+        if not self._partial:
+            return sample
+        shard = self._shard_at(index)
+        if index == self._starts[shard + 1] - 1:
+            real = self._real_tokens(self.manifest.shards[shard])
+            return sample[: (real - 1) % self.tokens_per_sample + 1]
+        return sample
+
+    def _shard_at(self, index: int) -> int:
         if not 0 <= index < self._starts[-1]:
             raise IndexError(f"sample {index} is outside [0, {len(self)})")
-        shard = bisect_right(self._starts, index) - 1
+        return bisect_right(self._starts, index) - 1
+
+    def _filled(self, index: int) -> NDArray[np.unsignedinteger]:
+        """Sample ``index``; a partial one with its filler."""
+        shard = self._shard_at(index)
         samples = self._maps[shard]
         if samples is None:
             samples = self._open(shard)
@@ -80,27 +99,42 @@ class ShardDataset:
         return sample
 
     def gather(self, indices: NDArray[np.integer], dtype: DTypeLike | None = None) -> NDArray[np.integer]:
-        """Copy samples ``indices`` [n] into one array [n, tokens_per_sample] (of the stored type by default)."""
+        """Copy samples ``indices`` [n] into one array [n, tokens_per_sample] (of the stored type by default).
+
+        A partial sample comes with the filler that follows it.
+        """
         wanted = np.ascontiguousarray(indices, np.int64)
         if self._gatherer is None and not self._has_cold:
-            self._gatherer = RowGatherer([self._plain(shard) for shard in range(len(self._maps))])
+            self._gatherer = RowGatherer([self._plain(i) for i, count in enumerate(self._counts) if count])
         if self._gatherer is not None:
             samples = self._gatherer.take(wanted)
         else:
-            samples = np.stack([self[i] for i in wanted.tolist()])
+            samples = np.stack([self._filled(i) for i in wanted.tolist()])
         return samples if dtype is None else samples.astype(dtype)
 
     def order(self, seed: int) -> SampleOrder | MixtureOrder:
         """The stream of sample indices for training: by size, or by the sources' weights where they differ."""
-        present = [s for s in self.manifest.sources if s.num_sequences]
-        if len({s.weight for s in present}) <= 1:
+        given = [0] * len(self.manifest.sources)
+        for entry, count in zip(self.manifest.shards, self._counts, strict=True):
+            given[entry.source] += count
+        weights = [s.weight for s, count in zip(self.manifest.sources, given, strict=True) if count]
+        if len(set(weights)) <= 1:
             return SampleOrder(len(self), seed)
-        counts = [s.num_sequences * self._per_sequence for s in present]
-        return MixtureOrder(counts, [s.weight for s in present], seed)
+        return MixtureOrder([count for count in given if count], weights, seed)
 
     def shard_of(self, index: int) -> ShardEntry:
         """The manifest's entry of the shard that holds sample ``index``."""
-        return self.manifest.shards[bisect_right(self._starts, index) - 1]
+        return self.manifest.shards[self._shard_at(index)]
+
+    def _num_samples(self, entry: ShardEntry) -> int:
+        """Samples of a shard that hold text; whole ones only, unless partial ones are served."""
+        return (
+            self._real_tokens(entry) + self._partial * (self.tokens_per_sample - 1)
+        ) // self.tokens_per_sample
+
+    def _real_tokens(self, entry: ShardEntry) -> int:
+        """Ids of a shard that are no filler."""
+        return entry.num_sequences * self.manifest.sequence_length - entry.filler
 
     def _open(self, shard: int) -> _Samples:
         entry = self.manifest.shards[shard]
@@ -113,7 +147,7 @@ class ShardDataset:
 
     def _plain(self, shard: int) -> NDArray[np.unsignedinteger]:
         entry = self.manifest.shards[shard]
-        shape = (entry.num_sequences * self._per_sequence, self.tokens_per_sample)
+        shape = (self._counts[shard], self.tokens_per_sample)
         path = self.split_dir / entry.name
         mapped = np.memmap(path, self._dtype, "r", offset=HEADER_BYTES, shape=shape)
         return mapped.view(np.ndarray)

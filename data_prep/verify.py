@@ -92,6 +92,11 @@ def _manifest_problems(manifest: Manifest) -> list[str]:
         problems.append(
             f"manifest: max_id {manifest.max_id} does not fit its shards or vocab_size {manifest.vocab_size}"
         )
+    if manifest.filler > manifest.tokens.padding or any(
+        not 0 <= s.filler < manifest.sequence_length or (s.filler and not s.num_sequences)
+        for s in manifest.shards
+    ):
+        problems.append("manifest: what fills up last sequences does not fit them, or the padding counted")
     for source, entry in enumerate(manifest.sources):
         given = sum(s.num_sequences for s in manifest.shards if s.source == source)
         if given != entry.num_sequences:

@@ -66,7 +66,8 @@ class PrepConfig(Section):
 
     ``workers`` counts processes when no MPI launcher is in charge. ``segment_megabytes`` is the unit of work
     in MB of text (one shard per split and segment); ``None`` derives it from the input's size alone, so the
-    bytes written never depend on the number of workers.
+    bytes written never depend on the number of workers. ``keep_tail`` names the splits whose last, incomplete
+    sequence is stored too, filled up; the other splits leave it out, as the paper's packing does.
     """
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
@@ -74,6 +75,7 @@ class PrepConfig(Section):
     sequence_length: int = Field(default=8192, gt=0)
     alignment: int = Field(default=8, gt=0)
     packing: Literal["concat", "aligned", "best-fit"] = "concat"
+    keep_tail: tuple[Literal["train", "autoencoder", "heldout"], ...] = ("heldout",)
     dtype: Literal["auto", "uint16", "uint32"] = "auto"
     shard_megabytes: int = Field(default=256, gt=0)
     segment_megabytes: float | None = Field(default=None, gt=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ def evaluate(
 
     counts, documents_by = merge(gather(work, crew), config.num_samples)
     protocol = {
-        **protocol_of(model, dataset, config, len(indices)),
+        **protocol_of(model, dataset, config, indices),
         "documents_by": documents_by,
         "provenance": dict(provenance or {}),
     }
@@ -93,18 +93,19 @@ def evaluate(
 
 
 def protocol_of(
-    model: PatchModel, dataset: TokenBlocks, config: EvaluationConfig, num_sequences: int
+    model: PatchModel, dataset: TokenBlocks, config: EvaluationConfig, indices: Sequence[int]
 ) -> dict[str, Any]:
     """Everything a BrierLM depends on, in words and numbers."""
     k = model.patch_size
-    lengths = {len(dataset[0]), len(dataset[len(dataset) - 1])}
+    lengths = [len(dataset[i]) for i in indices]
     offsets = list(range(k)) if config.coverage == "all" else [0]
     return {
         "metric": "BrierLM, U-statistic over all pairs of samples",
         "patch_size": k,
         "vocab_size": model.vocab_size,
         "block_tokens": max(lengths),
-        "num_sequences": num_sequences,
+        "num_sequences": len(indices),
+        "partial_sequences": sum(length < max(lengths) for length in lengths),
         "num_samples": config.num_samples,
         "sampler": getattr(model, "sampler", "plain, T = 1"),
         "coverage": config.coverage,
@@ -113,7 +114,7 @@ def protocol_of(
             f"the 4 tokens after a true prefix, starting at {len(offsets)} of {k} token offsets of the patch grid"
             + (f"; paths run over {-(-ORDERS // k)} patches" if k < ORDERS else "")
         ),
-        "sequences_left_out": len(dataset) - num_sequences,
+        "sequences_left_out": len(dataset) - len(indices),
         "dropped_tail_tokens": _tail_of(dataset),
         "exact_batches": config.exact_batches,
         "seed": config.seed,
@@ -122,7 +123,7 @@ def protocol_of(
 
 
 def _tail_of(dataset: TokenBlocks) -> int:
-    """Tokens behind the last sequence that the data set does not hold (whole sequences only); else 0."""
+    """Tokens behind the last sequence that the data set does not hold (prep was told to drop them); else 0."""
     tokens = getattr(getattr(dataset, "manifest", None), "tokens", None)
     return int(getattr(tokens, "tail", 0))
 

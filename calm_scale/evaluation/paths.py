@@ -58,7 +58,7 @@ def true_windows(tokens: Tensor, patch_size: int) -> tuple[Tensor, Tensor, Tenso
 
     The last, partial patch is scored too: its windows are valid as far as the tokens go.
     """
-    start = torch.arange(patch_size, len(tokens), patch_size, device=tokens.device)
+    start = torch.arange(patch_size, max(patch_size, len(tokens)), patch_size, device=tokens.device)
     index = start[:, None] + torch.arange(ORDERS, device=tokens.device)
     valid = index < len(tokens)
     truth = torch.where(valid, tokens[index.clamp(max=len(tokens) - 1)], -1)

@@ -103,7 +103,8 @@ def _caption(result: EvaluationResult) -> str:
         f"{score.num_documents} documents (by {p['documents_by']}), S {score.num_samples}, seed {p['seed']}, "
         f"sampler {p['sampler']}",
         f"covers {p['covers']}",
-        f"left out: {p['sequences_left_out']} sequences, {p['dropped_tail_tokens']} tokens of tail",
+        f"left out: {p['sequences_left_out']} sequences, {p['dropped_tail_tokens']} tokens of tail; "
+        f"{p.get('partial_sequences', 0)} partial sequences scored as far as they go",
     ]
     lines += [f"{name}: {value}" for name, value in p["provenance"].items()]
     return "\n".join(lines)

@@ -34,7 +34,8 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
     from calm_scale.sampling.temperature import TemperedModel
 
     stage = lm_section(config)
-    dataset = open_split(config, config.evaluation.split, stage.backbone.positions * config.patch_size)
+    block = stage.backbone.positions * config.patch_size
+    dataset = open_split(config, config.evaluation.split, block, partial=True)
     world = init_world()
     try:
         opened = open_model(config, world, step)

@@ -7,8 +7,10 @@ from data_prep.manifest import MANIFEST_NAME
 from data_prep.reading import ShardDataset
 
 
-def open_split(config: RunConfig, split: str, tokens_per_sample: int) -> ShardDataset:
-    """The samples of one split.
+def open_split(
+    config: RunConfig, split: str, tokens_per_sample: int, *, partial: bool = False
+) -> ShardDataset:
+    """The samples of one split: whole ones, and with ``partial`` the shorter last ones too.
 
     Raises:
         ConfigError: the split is not prepared, or its ids or alignment do not fit the run.
@@ -19,7 +21,7 @@ def open_split(config: RunConfig, split: str, tokens_per_sample: int) -> ShardDa
         raise ConfigError(
             f"{folder}: no prepared `{split}` split ({MANIFEST_NAME} is missing); run `calm-scale prep` first"
         )
-    dataset = ShardDataset(folder, tokens_per_sample)
+    dataset = ShardDataset(folder, tokens_per_sample, partial=partial)
     manifest = dataset.manifest
     if manifest.max_id >= config.vocab_size:
         raise ConfigError(

@@ -31,8 +31,8 @@ def training_data(
     plan = BatchPlan.of(training, engine.data_rank, engine.data_size)
     batches = TrainingBatches(train, train.order(seed), plan, training.end_of_data, training.loader_workers)
     evaluation = EvaluationBatches(heldout, plan, training.eval_samples) if heldout is not None else None
-    counts = train.manifest.tokens
-    return TrainingData(batches, evaluation, counts.padding / max(1, counts.stored))
+    stored = max(1, train.manifest.tokens.stored)
+    return TrainingData(batches, evaluation, train.manifest.served_padding / stored)
 
 
 def run_loop(
