@@ -108,7 +108,8 @@ def scored_checkpoints(config: RunConfig, world: World) -> Iterator[dict[str, An
 def dataset_of(config: RunConfig) -> Any:
     if config.lm is None:
         raise SystemExit(f"{config.name} has no lm section")
-    return open_split(config, config.evaluation.split, config.lm.backbone.positions * config.patch_size)
+    block = config.lm.backbone.positions * config.patch_size
+    return open_split(config, config.evaluation.split, block, partial=True)
 
 
 def write(path: Path, document: Any) -> None:
