@@ -14,7 +14,7 @@ from calm_scale.config import load
 def register(app: typer.Typer) -> None:
     """Add the commands to the program."""
     app.command(epilog="Example: calm-scale flops configs/lm/calm-xl.yaml --html flops.html")(flops)
-    app.command(epilog="Example: calm-scale plan configs/runs/calm-xl.yaml --nodes 8 --gpu h100")(plan)
+    app.command(epilog="Example: calm-scale plan configs/runs/calm-xl.yaml --nodes 1..64 --gpu h100")(plan)
 
 
 def flops(
@@ -47,13 +47,15 @@ def flops(
 def plan(
     config: ConfigFile,
     set_: Overrides = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=100_000, help="Nodes.")] = 1,
+    nodes: Annotated[
+        str, typer.Option("--nodes", metavar="N|A,B|A..B", help="Nodes; a range tries its powers of two.")
+    ] = "1",
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs on a node.")] = 8,
     gpu: Annotated[str, typer.Option("--gpu", help="a100, h100, h200, b200, mi300x.")] = "h100",
     price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per GPU-hour.")] = None,
     json: JsonFile = None,
 ) -> None:
-    """Layouts ranked for a number of nodes: memory, bubble, step time, days; and the one to take."""
+    """Layouts ranked, for one or more numbers of nodes: memory, bubble, step, days, cost; and the one to take."""
     from calm_scale.stages.plan import print_plan
 
     resolved = load(config, set_ or ())

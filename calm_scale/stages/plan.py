@@ -6,24 +6,52 @@ from pathlib import Path
 
 from calm_scale.accounting.report.build import emit
 from calm_scale.accounting.report.plan_sections import plan_document
-from calm_scale.config import RunConfig
+from calm_scale.accounting.report.scaling_sections import scaling_document
+from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.launch import lm_section
+
+MOST_NODES = 100_000
 
 
 def print_plan(
     config: RunConfig,
     *,
-    nodes: int,
+    nodes: str,
     gpus_per_node: int,
     gpu: str,
     price: float | None = None,
     json_file: Path | None = None,
 ) -> int:
-    """Print the ranked layouts and the one to take."""
+    """Print the ranked layouts and the one to take; of several numbers of nodes the best of each first."""
     lm_section(config)
-    emit(
-        plan_document(config, nodes, gpu, gpus_per_node=gpus_per_node, dollars_per_device_hour=price),
-        json_file=json_file,
-    )
+    counts = node_counts(nodes)
+    if len(counts) == 1:
+        document = plan_document(
+            config, counts[0], gpu, gpus_per_node=gpus_per_node, dollars_per_device_hour=price
+        )
+    else:
+        document = scaling_document(
+            config, counts, gpu, gpus_per_node=gpus_per_node, dollars_per_device_hour=price
+        )
+    emit(document, json_file=json_file)
     return EXIT_OK
+
+
+def node_counts(text: str) -> list[int]:
+    """`8`, `1,2,4`, or `1..64`: the powers of two from 1 to 64 (the ends where there is none between them).
+
+    Raises:
+        ConfigError: something else, or a number outside of 1 to :data:`MOST_NODES`.
+    """
+    low, dots, high = text.partition("..")
+    parts = [low, high] if dots else text.split(",")
+    if not all(part.strip().isdigit() and 1 <= int(part) <= MOST_NODES for part in parts):
+        raise ConfigError(f"--nodes {text}: write 8, 1,2,4 or 1..64, with numbers from 1 to {MOST_NODES:,}")
+    numbers = [int(part) for part in parts]
+    if not dots:
+        return sorted(set(numbers))
+    if numbers[0] > numbers[1]:
+        raise ConfigError(f"--nodes {text}: the range is empty; write the smaller number first")
+    powers = [2**n for n in range(MOST_NODES.bit_length()) if numbers[0] <= 2**n <= numbers[1]]
+    return powers or sorted(set(numbers))

@@ -16,8 +16,10 @@ from calm_scale.accounting.hardware import UnknownDeviceError
 from calm_scale.accounting.presets import paper_model
 from calm_scale.accounting.report.plain import to_json, to_markdown
 from calm_scale.accounting.report.plan_sections import plan_document
+from calm_scale.accounting.report.scaling_sections import scaling_document
 from calm_scale.accounting.sharding import stage_parameters
 from calm_scale.config import ConfigError, RunConfig, load, to_yaml
+from calm_scale.stages.plan import node_counts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BUILDER = Path(__file__).with_name("build_fake_ranks.py")
@@ -90,6 +92,51 @@ def test_document_has_choice_ranking_and_assumptions() -> None:
     found = json.loads(to_json(document))["sections"]
     assert set(found) == {"choice", "layouts", "assumptions"}
     assert found["layouts"]["tables"]["layouts"]["rows"][0]["fits"] == "yes"
+
+
+def test_several_numbers_of_nodes_in_under_five_seconds() -> None:
+    config = load(CONFIGS / "runs" / "calm-xl.yaml")
+    start = time.process_time()
+    document = scaling_document(config, node_counts("1..64"), "h100")
+    assert time.process_time() - start < 5
+    rows = json.loads(to_json(document))["sections"]["nodes"]["tables"]["nodes"]["rows"]
+    assert [row["nodes"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
+    chosen = [row for row in rows if row["choice"] == "chosen"]
+    assert len(chosen) == 1
+    cheapest = min(row["dollars"] for row in rows)
+    larger = [row["dollars"] for row in rows if row["nodes"] > chosen[0]["nodes"]]
+    assert chosen[0]["dollars"] <= 1.25 * cheapest < min(larger)
+    best = plan.rank(config, chosen[0]["nodes"], "h100")[0]
+    assert chosen[0]["step"] == best.time.total
+    assert "Select it with: " + " ".join(f"--set {x}" for x in best.overrides) in to_markdown(document)
+
+
+def test_numbers_of_nodes_without_a_layout_are_named_and_passed_over() -> None:
+    small = paper_model("CALM-M")
+    text = to_markdown(scaling_document(small, [1, 7], "h100", gpus_per_node=7))
+    assert "7 nodes: no layout fits" in text
+    with pytest.raises(ConfigError, match="global_batch"):
+        scaling_document(small, [7, 14], "h100", gpus_per_node=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("8", [8]),
+        ("4,1,2", [1, 2, 4]),
+        ("1..64", [1, 2, 4, 8, 16, 32, 64]),
+        ("3..20", [4, 8, 16]),
+        ("5..7", [5, 7]),
+    ],
+)
+def test_numbers_of_nodes(text: str, counts: list[int]) -> None:
+    assert node_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["0", "x", "1,,2", "8..2", "1..1000000", ""])
+def test_other_numbers_of_nodes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--nodes"):
+        node_counts(text)
 
 
 def narrow(layout: plan.Layout, name: str) -> RunConfig:

@@ -67,7 +67,7 @@ def _advice(best: Layout, nodes: int, chip: hardware.Device, price: float) -> tu
         for name in ("compute", "tensor", "pipeline", "bubble", "data", "optimizer")
     )
     return (
-        f"{_name(best)}: {seconds_text(time.total)} a step, {best.tokens_per_second:,.0f} tokens/s, "
+        f"{layout_name(best)}: {seconds_text(time.total)} a step, {best.tokens_per_second:,.0f} tokens/s, "
         f"MFU {100 * best.mfu:.0f} %, {best.days:.2f} days, ${best.dollars * price:,.0f}.",
         f"A step: {parts}. Heaviest stage {best.bound.imbalance:.2f} × the mean.",
         f"Fullest: stage {best.fullest.stage}, {bytes_text(best.fullest.total)} of {bytes_text(best.limit)} usable.",
@@ -118,7 +118,7 @@ def _ranking(ranked: list[Layout], price: float) -> Section:
 def _cells(layout: Layout, price: float) -> tuple[Cell, ...]:
     lm = lm_of(layout.config)
     return (
-        _name(layout),
+        layout_name(layout),
         "+".join(map(str, layout.layers)),
         lm.training.micro_batch,
         lm.parallel.recompute,
@@ -160,7 +160,8 @@ def _assumptions(chip: hardware.Device, efficiency: float, price: float, mtbf_ho
     return Section("assumptions", "What this rests on", text)
 
 
-def _name(layout: Layout) -> str:
+def layout_name(layout: Layout) -> str:
+    """`tp2 pp4 × 2 chunks dp8`."""
     parallel = lm_of(layout.config).parallel
     chunks = f" × {parallel.virtual_pipeline} chunks" if parallel.virtual_pipeline > 1 else ""
     return f"tp{parallel.tensor} pp{parallel.pipeline}{chunks} dp{layout.data_parallel}"
