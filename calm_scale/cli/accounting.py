@@ -31,6 +31,9 @@ def flops(
     price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per device-hour.")] = None,
     watts: Annotated[float | None, typer.Option("--watts", min=0, help="Watts per device, for kWh.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of tables.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="Print only what runs did; the files get the whole report.")
+    ] = False,
 ) -> None:
     """FLOPs by component, token and run, beside the paper's Table 1; for a run folder also what was done and wasted."""
     from calm_scale.accounting.report.run_sections import Prices
@@ -39,7 +42,14 @@ def flops(
     prices = Prices(dollars_per_device_hour=price, watts_per_device=watts)
     raise typer.Exit(
         report(
-            targets, set_ or [], html_file=html, json_file=json, markdown=markdown, count=count, prices=prices
+            targets,
+            set_ or [],
+            html_file=html,
+            json_file=json,
+            markdown=markdown,
+            short=short,
+            count=count,
+            prices=prices,
         )
     )
 

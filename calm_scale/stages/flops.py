@@ -8,6 +8,7 @@ from pathlib import Path
 from calm_scale.accounting.report.build import Subject, build, emit
 from calm_scale.accounting.report.run_sections import Prices
 from calm_scale.accounting.twin import Comparison
+from calm_scale.config import ConfigError
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.run_folder import config_of
 
@@ -19,13 +20,20 @@ def report(
     html_file: Path | None = None,
     json_file: Path | None = None,
     markdown: bool = False,
+    short: bool = False,
     count: bool = False,
     prices: Prices | None = None,
 ) -> int:
     """Print the report and write the files asked for. Returns the exit code.
 
-    With ``count`` a tiny twin of each model is run under torch's FLOP counter and compared with the formulas.
+    With ``short`` only what runs did is printed; the files hold everything. With ``count`` a tiny twin of each model
+    is run under torch's FLOP counter and compared with the formulas.
+
+    Raises:
+        ConfigError: ``short`` without a run folder.
     """
+    if short and not any(target.is_dir() for target in targets):
+        raise ConfigError("--short says what runs did: name a run's folder")
     subjects = [
         Subject(config_of(target, overrides), target if target.is_dir() else None) for target in targets
     ]
@@ -35,6 +43,7 @@ def report(
         html_file=html_file,
         json_file=json_file,
         markdown=markdown,
+        short=short,
     )
     return EXIT_OK
 

@@ -80,6 +80,12 @@ def test_run_account_counts_replays_as_waste(tiny: MakeRun, tmp_path: Path) -> N
     assert [row["cause"] for row in attempts] == ["killed", "finished"]
     assert [row["replayed"] for row in attempts] == [0, 2]
     assert all(row["mfu"] is None for row in attempts)
+    times = tables["time_lm"]["rows"]
+    kinds = ("progress", "replay", "eval", "save", "stall", "load", "other")
+    assert [sum(row[kind] for kind in kinds) for row in times] == [80, 80]
+    assert [(row["save"], row["eval"]) for row in times] == [(10, 0), (0, 5)]
+    assert times[1]["replay"] == pytest.approx(50 * 2 / 6)
+    assert times[0]["goodput"] == pytest.approx(50 / 80)
 
 
 def test_unknown_device_is_said_and_impossible_speed_is_refused(tiny: MakeRun, tmp_path: Path) -> None:
@@ -219,6 +225,20 @@ def test_cells_are_written_for_people() -> None:
     assert scaled(512, ("B", "KiB"), 1024.0) == "512 B"
 
 
+def test_short_report_says_what_runs_did_and_where_the_rest_is(
+    tiny: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, tiny())
+    whole = build([Subject(tiny(), tmp_path)])
+    html = tmp_path / "flops.html"
+    emit(whole, html_file=html, short=True)
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) < 25
+    assert "2 attempts, step 10 reached, goodput" in printed
+    assert f"whole report: {html}" in printed
+    assert html.read_text() == to_html(whole) + "\n"
+
+
 def browser() -> str | None:
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if (found := shutil.which(name))), None)
@@ -228,7 +248,8 @@ def browser() -> str | None:
 def test_page_in_a_real_browser(tiny: MakeRun, tmp_path: Path) -> None:
     write_run(tmp_path, tiny())
     page = tmp_path / "report.html"
-    page.write_text(to_html(build([Subject(tiny(), tmp_path)])), encoding="utf-8")
+    measure = "<script>document.title = innerWidth + ' ' + document.documentElement.scrollWidth</script>"
+    page.write_text(to_html(build([Subject(tiny(), tmp_path)])) + measure, encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     logged = ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"]
     shown = subprocess.run(
@@ -241,3 +262,7 @@ def test_page_in_a_real_browser(tiny: MakeRun, tmp_path: Path) -> None:
     assert "CONSOLE" not in shown.stderr
     assert shown.stdout.count("<table") > 10
     assert "planned, done, wasted" in shown.stdout
+    found = re.search(r"<title>(\d+) (\d+)</title>", shown.stdout)
+    assert found is not None
+    wide, needed = map(int, found.groups())
+    assert needed <= wide, "tables and pictures scroll by themselves; the page fits a phone's width"

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from calm_scale.accounting import ledger
-from calm_scale.accounting.report.console import print_document
+from calm_scale.accounting.report.console import print_document, shortened
 from calm_scale.accounting.report.cost_sections import crossover_section, patch_size_section, sampling_section
 from calm_scale.accounting.report.document import Document, Section
 from calm_scale.accounting.report.html import to_html
@@ -77,17 +77,25 @@ def emit(
     html_file: Path | None = None,
     json_file: Path | None = None,
     markdown: bool = False,
+    short: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print the report (tables, or Markdown on request) and write the files asked for."""
+    """Print the report (tables, or Markdown on request) and write the files asked for.
+
+    With ``short`` only what runs did is printed, and where the whole report lies.
+    """
     for path, render in ((html_file, to_html), (json_file, to_json)):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(render(document) + "\n", encoding="utf-8")
+    printed = shortened(document) if short else document
     if markdown:
-        print(to_markdown(document), end="")
+        print(to_markdown(printed), end="")
     else:
-        print_document(document, console)
+        print_document(printed, console)
+    for path in (html_file, json_file) if short else ():
+        if path is not None:
+            print(f"whole report: {path}")
 
 
 def _as_run(subject: Subject) -> Subject:

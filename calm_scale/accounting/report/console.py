@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -31,6 +33,16 @@ def print_document(document: Document, console: Console | None = None) -> None:
                 console.print(
                     f"[dim]{escape(table.note)}[/dim]", width=min(console.width, TEXT_WIDTH), highlight=False
                 )
+
+
+def shortened(document: Document) -> Document:
+    """What runs did, in a few lines: the headline and the attempts of each, without the rest of the report."""
+    runs = [section for section in document.sections if section.key.startswith("run.")]
+    kept = [
+        replace(section, tables=tuple(table for table in section.tables if table.key.startswith("attempts_")))
+        for section in runs
+    ]
+    return replace(document, sections=tuple(kept))
 
 
 def fitting(table: Table, console: Console) -> RichTable:

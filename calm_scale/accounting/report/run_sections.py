@@ -13,8 +13,9 @@ from calm_scale.accounting.costs import (
     token_costs,
     tokens_per_step,
 )
-from calm_scale.accounting.goodput import AttemptAccount, RunAccount, accounts
+from calm_scale.accounting.goodput import RunAccount, accounts
 from calm_scale.accounting.report import pictures
+from calm_scale.accounting.report.attempt_tables import StageCosts, attempts_table, time_spent, time_table
 from calm_scale.accounting.report.document import Cell, Column, Section, Table
 from calm_scale.accounting.report.scores import paper_points, points, scores
 from calm_scale.accounting.utilization import Utilization, utilization
@@ -29,17 +30,6 @@ class Prices:
 
     dollars_per_device_hour: float | None = None
     watts_per_device: float | None = None
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """FLOPs per token of a stage, and what was planned."""
-
-    training: float
-    hardware: float
-    evaluation: float
-    planned_steps: int
-    planned_tokens: int
 
 
 def run_section(config: RunConfig, folder: Path, prices: Prices) -> Section:
@@ -62,8 +52,8 @@ def run_section(config: RunConfig, folder: Path, prices: Prices) -> Section:
             continue
         used = _utilization(account, costs)
         text.append(f"{account.stage}: {_headline(account)} {used}.")
-        tables += [_balance(account, costs, prices), _attempts(account, costs)]
-        drawn.append(pictures.time_spent(f"{config.name} {account.stage}", _time_spent(account)))
+        tables += [_balance(account, costs, prices), attempts_table(account, costs), time_table(account)]
+        drawn.append(pictures.time_spent(f"{config.name} {account.stage}", time_spent(account)))
     return Section(f"run.{config.name}", title, tuple(text), tuple(tables), tuple(drawn))
 
 
@@ -210,70 +200,5 @@ def _bill(account: RunAccount, prices: Prices) -> str:
     return ", ".join(parts) + "."
 
 
-def _attempts(account: RunAccount, costs: StageCosts) -> Table:
-    columns = (
-        Column("attempt", "Attempt", "integer"),
-        Column("job", "Job"),
-        Column("cause", "Ended"),
-        Column("steps", "Steps"),
-        Column("progress", "New", "integer"),
-        Column("replayed", "Replayed", "integer"),
-        Column("skipped", "Skipped", "integer"),
-        Column("unrecorded", "Unrecorded", "integer"),
-        Column("world", "Ranks", "integer"),
-        Column("wall", "Wall", "seconds"),
-        Column("train", "Training", "seconds"),
-        Column("tokens_per_second", "Tokens/s", "number"),
-        Column("mfu", "MFU", "percent"),
-        Column("hfu", "HFU", "percent"),
-    )
-    rows = tuple(_attempt_cells(attempt, costs) for attempt in account.attempts)
-    note = (
-        "Tokens/s over the training time of an attempt. Replayed steps had been reached by an earlier attempt; "
-        "unrecorded ones ran after the last line of a killed attempt."
-    )
-    return Table(f"attempts_{account.stage}", f"{account.stage}: attempts", columns, rows, note=note)
-
-
-def _attempt_cells(attempt: AttemptAccount, costs: StageCosts) -> tuple[Cell, ...]:
-    seconds = attempt.seconds.get("train", 0.0)
-    used = utilization(
-        model_flops=costs.training * attempt.tokens,
-        hardware_flops=costs.hardware * attempt.tokens,
-        seconds=seconds,
-        world_size=attempt.world_size,
-        device=attempt.device,
-        precision=attempt.precision,
-    )
-    return (
-        attempt.attempt,
-        attempt.job_id or "local",
-        attempt.cause,
-        f"{attempt.first_step} → {attempt.last_step}",
-        attempt.steps_progress,
-        attempt.steps_replayed,
-        attempt.steps_skipped,
-        attempt.steps_unrecorded,
-        attempt.world_size,
-        attempt.wall,
-        seconds,
-        attempt.tokens / seconds if seconds else None,
-        used.mfu,
-        used.hfu,
-    )
-
-
 def _device_hours(account: RunAccount, activity: str) -> float:
     return sum(a.world_size * a.seconds.get(activity, 0.0) for a in account.attempts) / 3600
-
-
-def _time_spent(account: RunAccount) -> list[tuple[str, dict[str, float]]]:
-    found = []
-    for attempt in account.attempts:
-        useful = attempt.useful_seconds
-        spent = {kind: attempt.seconds.get(kind, 0.0) for kind in ("eval", "save", "stall", "load")}
-        train = attempt.seconds.get("train", 0.0)
-        other = max(0.0, attempt.wall - train - sum(spent.values()))
-        spent |= {"progress": useful, "replay": train - useful, "other": other}
-        found.append((str(attempt.attempt), spent))
-    return found

@@ -49,6 +49,11 @@ class DemoFolder:
         return self.out / "flops.html"
 
     @property
+    def flops_numbers(self) -> Path:
+        """The FLOPs report for programs."""
+        return self.out / "flops.json"
+
+    @property
     def summary(self) -> Path:
         """The result for programs."""
         return self.out / "summary.json"

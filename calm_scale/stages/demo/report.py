@@ -74,6 +74,7 @@ def _files(folder: DemoFolder) -> list[tuple[str, str]]:
     return [
         ("report", "report.html"),
         ("FLOPs report", "flops.html"),
+        ("FLOPs report for programs", "flops.json"),
         ("summary for programs", "summary.json"),
         ("samples", "samples.jsonl"),
         ("run document", "demo.yaml"),

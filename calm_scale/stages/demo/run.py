@@ -110,7 +110,8 @@ class _Demo:
     def account(self) -> None:
         """The FLOPs report of this run."""
         self._title("8 · FLOPs report")
-        self._run(calm_scale("flops", str(self.folder.run), "--html", str(self.folder.flops_report)))
+        files = ("--html", str(self.folder.flops_report), "--json", str(self.folder.flops_numbers))
+        self._run(calm_scale("flops", str(self.folder.run), "--short", *files))
 
     def _train_lm(self, layout: tuple[str, ...]) -> list[str]:
         return calm_scale("train-lm", self.document, *(word for item in layout for word in ("--set", item)))
