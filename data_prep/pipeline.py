@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 import uuid
@@ -176,7 +177,8 @@ def _work(config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer
     plan, journal = begun.plan, begun.journal
     try:
         if ranks.size > 1:
-            Worker(plan, journal, build_task(task, plan, journal, tokenizer), ranks.rank).run()
+            work = build_task(task, plan, journal, tokenizer)
+            Worker(plan, journal, work, ranks.rank, parent=os.getppid()).run()  # the launcher: gone, we go too
         else:
             origin = (config.tokenizer, config.tokenizer_path)
             run_workers(plan, journal, task, origin, tokenizer, plan.prep.workers)

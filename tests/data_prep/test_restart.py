@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from data_prep.shards import ShardWriter
 
 MakeConfig = Callable[..., RunConfig]
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 from calm_scale.config import RunConfig
 from calm_scale.config.base import CalmScaleError
 from data_prep.pipeline import prepare
@@ -32,9 +33,14 @@ def write_and_die(journal, record):
     write(journal, record)
     if len(list(journal.root.glob("records/*.json"))) >= int(os.environ["DIE_AT"]):
         os.kill(os.getpid(), signal.SIGKILL)
+def write_slowly(journal, record):
+    write(journal, record)
+    time.sleep(0.1)
 if __name__ == "__main__":
     if "DIE_AT" in os.environ:
         Journal.write_record = write_and_die
+    if "SLOWLY" in os.environ:
+        Journal.write_record = write_slowly
     try:
         prepare(RunConfig.model_validate_json(open(sys.argv[1]).read()), show=False)
     except CalmScaleError as error:
@@ -96,9 +102,15 @@ def test_kill_9_and_rerun_gives_the_same_bytes_without_redoing(
     for share in (0.1, 0.5, 0.95):
         dying = ENVIRONMENT | {"DIE_AT": str(max(1, int(share * num_records)))}
         died = subprocess.run(
-            command(killed, tmp_path, ranks), env=dying, timeout=120, capture_output=True, check=False
+            command(killed, tmp_path, ranks),
+            env=dying,
+            timeout=60,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert died.returncode != 0
+        assert ranks == 1 or "signal 9 (Killed)" in died.stderr  # mpirun names the rank that died
         assert len(list(records.glob("*.json"))) >= int(share * num_records)
         _wait_until_unlocked(killed.data_dir)
     kept = {p: p.stat().st_mtime_ns for p in (killed.data_dir / "train").glob("0*.shard")}
@@ -107,6 +119,40 @@ def test_kill_9_and_rerun_gives_the_same_bytes_without_redoing(
     assert kit.data_bytes(killed.data_dir) == expected
     untouched = sum(path.stat().st_mtime_ns == written for path, written in kept.items())
     assert untouched >= len(kept) - ranks
+
+
+@pytest.mark.ranks
+def test_kill_9_of_a_whole_mpirun_group_leaves_nobody_writing(
+    tmp_path: Path, corpus: Path, make_config: MakeConfig, kit: SimpleNamespace
+) -> None:
+    """mpirun dies first, so nobody tells its ranks: they notice, end, and the next prep goes on."""
+    killed = make_config(corpus, "killed", **SETTINGS)
+    records, shards = killed.data_dir / ".prep/records", killed.data_dir / "train"
+    group = subprocess.Popen(
+        command(killed, tmp_path, 2),
+        env=ENVIRONMENT | {"SLOWLY": "1"},
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while len(list(records.glob("*.json"))) < 8:
+        assert group.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(group.pid, signal.SIGKILL)
+    group.wait()
+    _wait_until_unlocked(killed.data_dir)
+    committed = {
+        json.loads(p.read_text())["splits"]["train"]["shards"][0]["name"] for p in records.glob("*.json")
+    }
+    kept = {name: (shards / name).stat().st_mtime_ns for name in committed}
+    assert not (killed.data_dir / "manifest.json").exists()
+    subprocess.run(command(killed, tmp_path, 2), check=True, env=ENVIRONMENT, timeout=120)
+    assert {name: (shards / name).stat().st_mtime_ns for name in committed} == kept
+    whole = make_config(corpus, "whole", **SETTINGS)
+    prepare(whole, show=False)
+    assert kit.data_bytes(killed.data_dir) == kit.data_bytes(whole.data_dir)
 
 
 def _wait_until_unlocked(data_dir: Path) -> None:
