@@ -233,9 +233,17 @@ class CheckpointStore:
         self.saving = None
         self.last_saved, self._last_size = save.step, save.size
         self._verified[save.path] = FileList.read(save.path).signature(save.path)
-        self._on_first(lambda: write_text(self.root / LATEST, save.path.name + "\n"))
+        if self.world.is_first:
+            self._point_to(save.path.name)
         self._say(f"saved {save.path.name}, {human_bytes(save.size)}")
         self._rotate()
+
+    def _point_to(self, name: str) -> None:
+        """The pointer is a convenience: whatever stands in its way, the save above is complete and counts."""
+        try:
+            write_text(self.root / LATEST, name + "\n")
+        except OSError as error:
+            self._say(f"{self.root / LATEST} not renewed ({error.strerror}); {name} is complete all the same")
 
     # Retention
 

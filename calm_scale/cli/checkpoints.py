@@ -21,11 +21,14 @@ def register(app: typer.Typer) -> None:
 @group.command(epilog="Example: calm-scale ckpt ls runs/calm-xl")
 def ls(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a checkpoints folder.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte and compare checksums; without it, sizes.")
+    ] = False,
 ) -> None:
-    """Steps, age, size, complete or not."""
+    """Steps, age, size, complete and verified or not, losses."""
     from calm_scale.stages.checkpoints import list_checkpoints
 
-    raise typer.Exit(list_checkpoints(run))
+    raise typer.Exit(list_checkpoints(run, read_all=verify))
 
 
 @group.command(epilog="Example: calm-scale ckpt inspect runs/calm-xl/lm/checkpoints/step_00001000")

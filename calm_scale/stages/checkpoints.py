@@ -19,15 +19,16 @@ from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
 STAGES = ("autoencoder", "lm")
 
 
-def list_checkpoints(run: Path) -> int:
-    """Print every step folder of a run (both stages) or of one checkpoints folder."""
+def list_checkpoints(run: Path, *, read_all: bool = False) -> int:
+    """Print every step folder of a run (both stages) or of one checkpoints folder. ``read_all`` compares every
+    checksum; without it names and sizes are looked at."""
     folders = [run / stage / "checkpoints" for stage in STAGES if (run / stage / "checkpoints").is_dir()] or [
         run
     ]
     console = Console()
     shown = 0
     for folder in folders:
-        entries = inventory(folder)
+        entries = inventory(folder, deep=read_all)
         shown += len(entries)
         if entries:
             console.print(_table(folder, entries))
@@ -76,23 +77,30 @@ def shards_of(checkpoint: Path) -> tuple[Card, Path]:
 
 def _table(folder: Path, entries: list[Entry]) -> Table:
     table = Table(title=str(folder), title_justify="left")
-    for heading in ("step", "age", "size", "state", "loss", "written by"):
-        table.add_column(
-            heading, justify="right" if heading in {"step", "size", "loss"} else "left", overflow="fold"
-        )
+    for heading in ("step", "age", "size", "state", "verified", "loss", "held-out loss", "written by"):
+        numeric = heading in {"step", "size", "loss", "held-out loss"}
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for entry in entries:
         card = entry.card
-        loss = card.metrics.get("eval/loss", card.metrics.get("loss")) if card else None
         state = entry.state + (f": {entry.reason}" if entry.reason else "")
         table.add_row(
             str(entry.step),
             seconds_text(entry.age_seconds),
             bytes_text(entry.size),
             state,
-            "" if loss is None else f"{loss:.4f}",
+            {True: "every byte", False: "no", None: "sizes" if entry.state == "complete" else "no"}[
+                entry.verified
+            ],
+            _metric(card, "loss"),
+            _metric(card, "eval/loss"),
             _topology(card) if card else "",
         )
     return table
+
+
+def _metric(card: Card | None, name: str) -> str:
+    value = card.metrics.get(name) if card else None
+    return "" if value is None else f"{value:.4f}"
 
 
 def _topology(card: Card) -> str:

@@ -140,6 +140,15 @@ def test_the_pointer_proves_nothing(pointer: str | None, store: CheckpointStore,
     assert found is not None and found.step == 200
 
 
+def test_what_stands_in_the_pointers_way_fails_no_save(store: CheckpointStore, save: Save) -> None:
+    save(100)
+    (store.root / "latest").unlink()
+    (store.root / "latest").mkdir()
+    assert verify(save(200)).verified is True
+    found = store.newest()
+    assert found is not None and found.step == 200
+
+
 def test_an_asked_for_step(store: CheckpointStore, save: Save) -> None:
     save(100), save(200)
     found = store.newest(step=100)

@@ -61,24 +61,26 @@ def test_evaluation_names_its_protocol_and_does_not_depend_on_ranks(trained: Tin
     assert first["score"]["brierlm"] is None
 
 
-def test_generation_is_the_same_twice_and_stays_inside_the_vocabulary(
+def test_generation_is_the_same_twice_and_on_two_ranks_and_stays_inside_the_vocabulary(
     trained: TinyRun, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def "}\n\n{"prompt": "The"}\n')
     texts = []
-    for name in ("a.jsonl", "b.jsonl"):
-        trained("generate", str(trained.document), "--jsonl", str(prompts), "--out", str(tmp_path / name))
+    for name, ranks in (("a.jsonl", "1"), ("b.jsonl", "1"), ("split.jsonl", "2")):
+        options = ["--jsonl", str(prompts), "--out", str(tmp_path / name), "--tensor-parallel", ranks]
+        trained("generate", str(trained.document), *options)
         texts.append((tmp_path / name).read_text())
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
     rows = [json.loads(line) for line in texts[0].splitlines()]
     assert [row["prompt"] for row in rows] == ["def ", "The"]
     assert all(0 <= token < 512 for row in rows for token in row["token_ids"])
 
 
 def test_checkpoint_commands(trained: TinyRun, tmp_path: Path) -> None:
-    listed = trained("ckpt", "ls", str(trained.folder)).out
-    assert "complete" in listed
+    assert "sizes" in trained("ckpt", "ls", str(trained.folder)).out
+    listed = trained("ckpt", "ls", str(trained.folder), "--verify").out
+    assert "complete" in listed and "sizes" not in listed
     newest = trained.folder / "lm" / "checkpoints" / "step_00000006"
     assert "every checksum verified" in " ".join(trained("ckpt", "verify", str(newest)).out.split())
     assert '"steps": 6' in trained("ckpt", "inspect", str(newest)).out
@@ -143,6 +145,7 @@ def test_resume_check_tells_safe_from_forbidden(trained: TinyRun) -> None:
             "no prepared",
         ),
         (["generate", "{doc}", "--jsonl", "{doc}"], 2, "tiny.yaml:1: expected a JSON object"),
+        (["generate", "{doc}", "--tensor-parallel", "3"], 2, "num_heads 2 is not divisible"),
         (["ckpt", "verify", "/nowhere"], 2, "is not a checkpoint"),
         (["ckpt", "ls", "/nowhere"], 2, "no checkpoints there"),
         (["flops", "/nowhere"], 2, "cannot read"),
