@@ -48,6 +48,8 @@ class ZeroConfig(Section):
                 raise ValueError(f"overrides.{key} is decided by {instead}; set that instead")
         if self.offload == "cpu" and self.stage == 0:
             raise ValueError("offload: cpu needs ZeRO stage 1, 2 or 3; stage 0 partitions nothing")
+        if self.optimizer == "cpu_adam" and self.stage == 0:
+            raise ValueError("optimizer: cpu_adam needs ZeRO stage 1, 2 or 3; stage 0 has torch's AdamW")
         return self
 
 

@@ -21,13 +21,12 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.autoencoder.objective import SUMS, TrainingObjective, draw_noise, objective_value
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.base import CalmScaleError, ConfigError
-from calm_scale.config.optimizer import OptimizerConfig
 from calm_scale.runtime.noise import PositionNoise
 from calm_scale.runtime.world import World
 from calm_scale.training.background import BackgroundWrite
 from calm_scale.training.deepspeed_config import deepspeed_config
 from calm_scale.training.engine import Batch, StepResult
-from calm_scale.training.guarded_adamw import GuardedAdamW
+from calm_scale.training.zero_optimizer import build_optimizer
 from calm_scale.training.zero_state import ZeroState
 
 
@@ -73,7 +72,7 @@ class DeepSpeedEngine:
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self.num_parameters = sum(p.numel() for p in parameters.values())
         self.config = deepspeed_config(stage, world.world_size, self.num_parameters)
-        optimizer, integer_step = _build_optimizer(stage, model, world.device)
+        optimizer, integer_step = build_optimizer(stage, model, world.device)
         bf16 = torch.bfloat16 if stage.training.precision == "bf16" else None
         self._engine, *_ = deepspeed.initialize(
             model=TrainingObjective(model, stage.objective, autocast=bf16),
@@ -256,36 +255,3 @@ def _deepspeed_comm_ready() -> bool:
     from deepspeed import comm
 
     return bool(comm.is_initialized())
-
-
-def _build_optimizer(
-    stage: AutoencoderStage, model: Autoencoder, device: torch.device
-) -> tuple[torch.optim.Optimizer, bool]:
-    """AdamW with no weight decay on one-dimensional parameters; and whether it counts steps in an integer."""
-    config: OptimizerConfig = stage.training.optimizer
-    parameters = [p for _, p in model.unique_parameters()]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    settings: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    if stage.zero.stage == 0:
-        return GuardedAdamW(groups, **settings, fused=True, clip_norm=config.clip_norm), False
-    wanted = stage.zero.optimizer
-    offloading = wanted == "auto" and stage.zero.offload == "cpu" and device.type == "cuda"
-    if wanted == "cpu_adam" or (offloading and _cpu_adam_builds()):
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups, **settings, adamw_mode=True), True
-    return torch.optim.AdamW(groups, **settings, fused=True), False
-
-
-def _cpu_adam_builds() -> bool:
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    try:
-        CPUAdamBuilder().load(verbose=False)
-    except Exception:  # whatever the compiler says, there is an equivalent optimizer that needs none
-        logging.getLogger(__name__).warning("DeepSpeed's CPU Adam does not build here; using torch AdamW")
-        return False
-    return True

@@ -32,12 +32,13 @@ LAYOUTS_ONE = [
     same_steps("one_flow", head=FLOW),
     same_steps("one_diffusion", head=DIFFUSION),
     same_steps("one_pad", pad_id=100),
+    same_steps("one_both", input_mode="both"),
 ]
 LAYOUTS_TWO = [
     same_steps("tp2", tensor=2, check_replicas=True),
     same_steps("tp2_sp", tensor=2, sequence_parallel=True, recompute="full"),
     same_steps("pp2", pipeline=2),
-    same_steps("pp2_uneven", pipeline=2, pipeline_layout=[3, 1]),
+    same_steps("pp2_auto", pipeline=2, pipeline_layout="auto"),
     same_steps("pp2_virtual", pipeline=2, virtual_pipeline=2),
     same_steps("tp2_head", tensor=2, head_parallelism="tensor", check_replicas=True),
     same_steps("tp2_sp_head", tensor=2, head_parallelism="tensor", sequence_parallel=True),
@@ -52,13 +53,18 @@ OTHER_HEADS = [
     same_steps("pp2_diffusion", head=DIFFUSION, pipeline=2),
     same_steps("dp2_pad", pad_id=100),
     same_steps("tp2_pad", pad_id=100, tensor=2),
+    same_steps("tp2_both", input_mode="both", tensor=2, sequence_parallel=True),
 ]
 TWENTY = {
     "name": "twenty",
     "run": tiny_run(tensor=2, check_replicas=True),
     "actions": [{"do": "train", "first": 1, "last": 20}, {"do": "evaluate"}],
 }
-LAYOUTS_FOUR = [same_steps("tp2pp2", tensor=2, pipeline=2, check_replicas=True), TWENTY]
+LAYOUTS_FOUR = [
+    same_steps("tp2pp2", tensor=2, pipeline=2, check_replicas=True),
+    same_steps("dp2pp2", pipeline=2, pipeline_layout="auto", check_replicas=True),
+    TWENTY,
+]
 
 
 def train(first: int, last: int) -> dict[str, Any]:

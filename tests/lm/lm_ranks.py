@@ -16,7 +16,11 @@ PROGRAM = Path(__file__).with_name("rank_program.py")
 
 
 def tiny_run(
-    *, head: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **parallel: Any
+    *,
+    head: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    input_mode: str = "discrete",
+    **parallel: Any,
 ) -> dict[str, Any]:
     """A run small enough for a test; V = 101 divides by nothing, init is wide so that every gradient is large."""
     head = head or {"kind": "energy", "num_samples": 4, "num_posterior": 5, "noise_size": 8}
@@ -37,6 +41,7 @@ def tiny_run(
                 "init_std": 0.2,
             },
             "head": head,
+            "input_mode": input_mode,
             "training": {
                 "steps": 10,
                 "global_batch": 4,

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 from lm_cases import LAYOUTS_FOUR, LAYOUTS_ONE, LAYOUTS_TWO
+from lm_ranks import tiny_run
+
+from calm_scale.accounting.layout import balance
+from calm_scale.config import RunConfig
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -15,12 +19,12 @@ TWINS = [
     for cases, base in (
         (LAYOUTS_ONE[1:4], "one"),
         (LAYOUTS_TWO[:9], "one"),
-        (LAYOUTS_FOUR[:1], "one"),
+        (LAYOUTS_FOUR[:2], "one"),
         (LAYOUTS_TWO[10:], "one_ar"),
     )
     for case in cases
 ]
-TWINS += [("tp2_flow", "one_flow"), ("pp2_diffusion", "one_diffusion")]
+TWINS += [("tp2_flow", "one_flow"), ("pp2_diffusion", "one_diffusion"), ("tp2_both", "one_both")]
 TWINS += [
     ("dp2_pad", "one_pad"),
     ("tp2_pad", "one_pad"),
@@ -48,6 +52,11 @@ def test_every_gradient_is_that_of_one_rank(reports: Any, name: str, base: str) 
     for key in moments:
         scale = theirs[key].abs().max().item()
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=2e-5 * scale, msg=key)
+
+
+def test_the_layout_that_auto_trained_is_uneven() -> None:
+    run = RunConfig.model_validate(tiny_run(pipeline=2, pipeline_layout="auto"))
+    assert balance(run) == (3, 1)
 
 
 def test_all_gradients_are_there(reports: Any) -> None:
