@@ -28,7 +28,7 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import RunConfig
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.lm.build import build_models
-from calm_scale.lm.patch_model import MegatronPatchModel, single_rank_layout
+from calm_scale.lm.patch_model import MegatronPatchModel, inference_layout
 from calm_scale.sampling.batch import choose, take
 from calm_scale.sampling.generate import Generation, generate
 
@@ -112,7 +112,7 @@ def build(kind: str) -> MegatronPatchModel:
         }
     )  # fmt: skip
     world = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    single, layout = single_rank_layout(run, world)
+    single, layout = inference_layout(run, world)
     model = build_models(single, layout, "fp32")[0]
     if kind == "softmax" or run.autoencoder is None:
         return MegatronPatchModel(model, single, None)

@@ -45,5 +45,14 @@ NumRanks = Annotated[
     int | None,
     typer.Option("--nproc", min=1, help="Ranks to start on this machine (default: what the layout needs)."),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        metavar="N",
+        min=1,
+        help="Split the model over N ranks, which are started here unless a launcher has started them.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")]
 JsonFile = Annotated[Path | None, output_file("--json", "Write the result to this JSON file.")]

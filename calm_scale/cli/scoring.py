@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, output_file
-from calm_scale.config import load
+from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, TensorParallel, output_file
+from calm_scale.config import RunConfig, load
 
 
 def register(app: typer.Typer) -> None:
@@ -39,12 +39,15 @@ def evaluate(
     step: Step = None,
     coverage: Annotated[str | None, typer.Option("--coverage", help="first or all token offsets.")] = None,
     json: JsonFile = None,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """BrierLM on held-out text: four components, their intervals, and the protocol they depend on."""
+    overrides = [*(set_ or ()), *([f"evaluation.coverage={coverage}"] if coverage else [])]
+    run = load(config, overrides)
+    _in_ranks(run, tensor_parallel)
     from calm_scale.stages.evaluate import run_evaluation
 
-    overrides = [*(set_ or ()), *([f"evaluation.coverage={coverage}"] if coverage else [])]
-    raise typer.Exit(run_evaluation(load(config, overrides), step=step, json_file=json))
+    raise typer.Exit(run_evaluation(run, step=step, json_file=json, tensor=tensor_parallel))
 
 
 def generate(
@@ -59,12 +62,15 @@ def generate(
     ] = None,
     out: Annotated[Path | None, output_file("--out", "File that --jsonl writes (default: stdout).")] = None,
     step: Step = None,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Sample text: likelihood-free temperature sampling (Algorithm 1 or 2), streamed to the terminal."""
+    run = load(config, set_ or ())
+    _in_ranks(run, tensor_parallel)
     from calm_scale.stages.generate import run_generation
 
     raise typer.Exit(
-        run_generation(load(config, set_ or ()), prompts=prompt or [], jsonl=jsonl, out=out, step=step)
+        run_generation(run, prompts=prompt or [], jsonl=jsonl, out=out, step=step, tensor=tensor_parallel)
     )
 
 
@@ -76,13 +82,25 @@ def score(
         Path | None, typer.Option("--jsonl", help="Read texts from a JSON-lines file (`text`).")
     ] = None,
     step: Step = None,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Rank texts by their energy score under a model: likelihood-free, lower is better."""
-    from calm_scale.stages.score import run_scoring
-
     if not text and jsonl is None:
         raise typer.BadParameter("give --text or --jsonl")
-    raise typer.Exit(run_scoring(load(config, set_ or ()), texts=text or [], jsonl=jsonl, step=step))
+    run = load(config, set_ or ())
+    _in_ranks(run, tensor_parallel)
+    from calm_scale.stages.score import run_scoring
+
+    raise typer.Exit(run_scoring(run, texts=text or [], jsonl=jsonl, step=step, tensor=tensor_parallel))
+
+
+def _in_ranks(config: RunConfig, tensor: int) -> None:
+    """Goes on in the ranks that hold the model; ends here with their exit code when they are started here."""
+    from calm_scale.stages.launch import spawn_split
+
+    code = spawn_split(config, tensor)
+    if code is not None:
+        raise typer.Exit(code)
 
 
 def compare(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from calm_scale.config.base import Section
+from calm_scale.config.base import ConfigError, Section, findings
 from calm_scale.config.parallel import ParallelConfig
 from calm_scale.config.training import TrainingConfig
 
@@ -152,6 +152,18 @@ class LMStage(Section):
             raise ValueError(
                 f"head_parallelism tensor splits the energy head's weights; head {self.head.kind} needs position"
             )
+
+    def for_inference(self, tensor: int = 1) -> LMStage:
+        """The same model as evaluation and generation hold it: whole, or split over ``tensor`` ranks.
+
+        Raises:
+            ConfigError: the model's shape does not split so.
+        """
+        parallel = ParallelConfig(tensor=tensor, pipeline_layout="even")
+        try:
+            return LMStage.model_validate({**self.model_dump(), "parallel": parallel})
+        except ValidationError as error:
+            raise ConfigError(f"--tensor-parallel {tensor}: {findings(error)}") from None
 
     @property
     def num_blocks(self) -> int:

@@ -12,7 +12,17 @@ import torch
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError, score
 from calm_scale.evaluation.documents import SequenceCounts, bos_between, count_sequence, merge
 from calm_scale.evaluation.paths import Windows, sample_windows
-from calm_scale.evaluation.sequences import Alone, Crew, Grid, TokenBlocks, deal, gather, grids, selected
+from calm_scale.evaluation.sequences import (
+    Alone,
+    Crew,
+    Grid,
+    Teams,
+    TokenBlocks,
+    deal,
+    gather,
+    grids,
+    selected,
+)
 
 if TYPE_CHECKING:
     from calm_scale.config.evaluation import EvaluationConfig
@@ -52,7 +62,7 @@ def evaluate(
         bos_id: begins a document (for the bootstrap); without BOS in the data a sequence is a document.
         pad_id: positions whose true continuation holds this id are not scored for that order.
         provenance: names of what was scored (fingerprints of data, autoencoder, checkpoint); goes into the result.
-        crew: ranks that share the sequences; each holds the whole model. Every rank gets the whole result.
+        crew: ranks (or tensor-parallel teams of ranks) that share the sequences. Every rank gets the whole result.
         on_sequence: called with (done, of) on this rank.
 
     Raises:
@@ -82,8 +92,10 @@ def evaluate(
         "documents_by": documents_by,
         "provenance": dict(provenance or {}),
     }
+    tensor = crew.tensor if isinstance(crew, Teams) else 1
     execution = {
-        "ranks": crew.world_size,
+        "ranks": crew.world_size * tensor,
+        "tensor_parallel": tensor,
         "batch_size": config.batch_size,
         "seconds": time.perf_counter() - started,
     }

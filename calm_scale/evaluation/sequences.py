@@ -30,7 +30,7 @@ class TokenBlocks(Protocol):
 
 
 class Crew(Protocol):
-    """The ranks that share an evaluation: every one holds a whole model and scores its own sequences."""
+    """The holders of a model that share an evaluation: each scores its own sequences."""
 
     @property
     def rank(self) -> int: ...
@@ -51,6 +51,31 @@ class Alone:
     def gather_objects(self, value: Any) -> list[Any]:
         """``[value]``."""
         return [value]
+
+
+@dataclass(frozen=True)
+class Teams:
+    """A crew whose members are teams of ``tensor`` consecutive ranks, each team with one model split over it.
+
+    All ranks of a team score the same sequences and find the same numbers; its first rank's are gathered.
+    """
+
+    ranks: Crew
+    tensor: int
+
+    @property
+    def rank(self) -> int:
+        """This rank's team."""
+        return self.ranks.rank // self.tensor
+
+    @property
+    def world_size(self) -> int:
+        """Number of teams."""
+        return self.ranks.world_size // self.tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One value a team, on every rank."""
+        return self.ranks.gather_objects(value)[:: self.tensor]
 
 
 @dataclass(frozen=True)
@@ -100,6 +125,8 @@ def gather(work: Callable[[], list[T]], crew: Crew) -> list[T]:
     try:
         mine = work()
     except Exception as error:
+        if isinstance(crew, Teams):
+            raise  # its team may be waiting for it inside a layer: nobody would come to exchange news
         failure = error
     everyone = crew.gather_objects(
         (mine, None if failure is None else f"{type(failure).__name__}: {failure}")

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.parallel import ParallelConfig
 from calm_scale.lm.attention import LayerCache, attached
 from calm_scale.lm.backbone import core_attentions
 from calm_scale.lm.build import build_models, language_model_stage
 from calm_scale.lm.heads import GenerativeHead
 from calm_scale.lm.model import CalmModel
+from calm_scale.lm.positions import gather_all, owned_positions
 from calm_scale.lm.sharded import read_weights
 from calm_scale.lm.targets import LatentCodec, input_latents
 from calm_scale.lm.vocabulary import VocabularyOutput
@@ -62,21 +63,24 @@ class CachedPrefix:
 
 
 class MegatronPatchModel:
-    """A ``PatchModel`` over the Megatron model on one rank (TP 1, PP 1).
+    """A ``PatchModel`` over the Megatron model on one rank, or split over tensor-parallel ranks (PP 1).
 
     It also shows its parts: ``draw_latents``, ``encode`` and ``decode_ids`` for a generative head, ``log_probs``
     for the autoregressive baseline.
+
+    Tensor-parallel ranks make the same calls in the same order, with generators of the same seed. Each holds its
+    attention heads, their keys and values, and draws the same noise; the frozen decoder's rows are shared out and
+    its ids gathered, so all ranks go on with the same ids.
     """
 
     def __init__(self, model: CalmModel, run: RunConfig, codec: LatentCodec | None) -> None:
         if not (model.pre_process and model.post_process):
-            raise ConfigError(
-                "a patch model needs the whole language model on one rank: load it at TP 1, PP 1"
-            )
+            raise ConfigError("a patch model needs every layer of the language model here: load it at PP 1")
         self.patch_size = run.patch_size
         self.vocab_size = run.vocab_size
         self.device = next(model.parameters()).device
-        self._backbone = language_model_stage(run).backbone
+        stage = language_model_stage(run)
+        self._backbone, self._tensor_size = stage.backbone, stage.parallel.tensor
         self._model = model.eval()
         self._codec = codec
         self._attentions = core_attentions(model.decoder)
@@ -110,7 +114,14 @@ class MegatronPatchModel:
     @torch.no_grad()
     def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:
         """The frozen decoder's most likely ids [..., K] of latents [..., l]."""
-        return self._autoencoder().decode_ids(latents)
+        if self._tensor_size == 1:
+            return self._autoencoder().decode_ids(latents)
+        rows = latents.flatten(0, -2)
+        size = self._tensor_size
+        padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % size))
+        own = owned_positions(len(padded), _tensor_rank(), size)
+        ids = gather_all(self._autoencoder().decode_ids(padded[own.start : own.stop]))
+        return ids[: len(rows)].view(*latents.shape[:-1], self.patch_size)
 
     @torch.no_grad()
     def encode(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,12 +134,13 @@ class MegatronPatchModel:
         head = self._model.head
         if not isinstance(head, VocabularyOutput):
             raise ConfigError("only the autoregressive baseline knows the probability of a token")
-        logits = head(hidden.to(self.device).reshape(-1, 1, hidden.shape[-1]))[:, 0, : self.vocab_size]
+        logits = head.whole(hidden.to(self.device).reshape(-1, 1, hidden.shape[-1]))[:, 0]
         return torch.log_softmax(logits, dim=-1).view(*hidden.shape[:-1], self.vocab_size)
 
     def begin(self, batch_size: int, max_patches: int) -> CachedPrefix:
         """See ``PatchModel``."""
-        shape = (batch_size, self._backbone.query_groups, max_patches, self._backbone.head_dim)
+        groups = self._backbone.query_groups // self._tensor_size
+        shape = (batch_size, groups, max_patches, self._backbone.head_dim)
         dtype = next(self._model.parameters()).dtype
         caches = [
             LayerCache(
@@ -167,19 +179,22 @@ def load_patch_model(
     world: Ranks,
     codec: LatentCodec | None,
     precision: Precision | None = None,
+    tensor: int = 1,
 ) -> MegatronPatchModel:
-    """The model of a checkpoint written in any layout, whole on each rank of the world.
+    """The model of a checkpoint written in any layout, on each rank or split over every ``tensor`` ranks.
 
     Args:
         run: the run that was trained (its parallel section is not used).
         directory: the engine's folder in the checkpoint.
         codec: the frozen autoencoder on ``world.device``; None for the autoregressive baseline.
         precision: of the arithmetic; by default as trained on a GPU, fp32 on a CPU.
+        tensor: tensor-parallel size; divides the number of ranks. Consecutive ranks share a model.
 
     Raises:
         CheckpointMismatchError: the checkpoint holds another model.
+        ConfigError: the model or the ranks cannot be split so.
     """
-    single, layout = single_rank_layout(run, world)
+    single, layout = inference_layout(run, world, tensor)
     if precision is None and world.device.type == "cpu":
         precision = "fp32"
     models = build_models(single, layout, precision, for_inference=True)
@@ -187,9 +202,13 @@ def load_patch_model(
     return MegatronPatchModel(models[0], single, codec)
 
 
-def single_rank_layout(run: RunConfig, world: Ranks) -> tuple[RunConfig, Layout]:
-    """The run with its language model unsplit, and the process groups for it."""
-    stage = language_model_stage(run)
-    parallel = ParallelConfig(pipeline_layout="even")
-    single = run.model_copy(update={"lm": stage.model_copy(update={"parallel": parallel})})
-    return single, initialize(parallel, world)
+def inference_layout(run: RunConfig, world: Ranks, tensor: int = 1) -> tuple[RunConfig, Layout]:
+    """The run with its language model whole, or split over ``tensor`` ranks, and the process groups for it."""
+    stage = language_model_stage(run).for_inference(tensor)
+    return run.model_copy(update={"lm": stage}), initialize(stage.parallel, world)
+
+
+def _tensor_rank() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_tensor_model_parallel_rank())

@@ -78,6 +78,13 @@ class VocabularyOutput(nn.Module):
         padded = torch.arange(num_rows, device=logits.device) >= num_true
         return logits.masked_fill(padded, float("-inf"))
 
+    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [P, b, V] of the true vocabulary, gathered from the tensor-parallel ranks."""
+        from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+        logits: torch.Tensor = gather_from_tensor_model_parallel_region(self(hidden))
+        return logits[..., : self.vocab_size]
+
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy [b, P] of target ids [b, P], computed without gathering the logits."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy

@@ -18,19 +18,22 @@ from calm_scale.stages.model import open_model
 from calm_scale.stages.splits import open_split
 
 if TYPE_CHECKING:
-    from calm_scale.runtime.world import World
+    from calm_scale.evaluation.sequences import Crew
     from calm_scale.stages.model import OpenModel
     from data_prep.reading import ShardDataset
 
 
-def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Path | None = None) -> int:
+def run_evaluation(
+    config: RunConfig, *, step: int | None = None, json_file: Path | None = None, tensor: int = 1
+) -> int:
     """Score the newest checkpoint (or ``step``); the result goes to ``json_file`` or
     ``<workdir>/eval/step_XXXXXXXX.json``.
 
-    Under a launcher the ranks share the sequences; every rank holds the whole model.
+    Under a launcher the ranks share the sequences; every ``tensor`` consecutive ones hold one model.
     """
     from calm_scale.evaluation.evaluate import evaluate
     from calm_scale.evaluation.report import save, table
+    from calm_scale.evaluation.sequences import Teams
     from calm_scale.sampling.temperature import TemperedModel
 
     stage = lm_section(config)
@@ -38,7 +41,8 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
     dataset = open_split(config, config.evaluation.split, block, partial=True)
     world = init_world()
     try:
-        opened = open_model(config, world, step)
+        opened = open_model(config, world, step, tensor)
+        crew = world if tensor == 1 else Teams(world, tensor)
         console = Console(quiet=not world.is_first)
         total = min(len(dataset), config.evaluation.max_sequences or len(dataset))
         with Progress(console=console, disable=not (world.is_first and console.is_terminal)) as progress:
@@ -50,7 +54,7 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
                 bos_id=dataset.manifest.bos_id if dataset.manifest.add_bos else None,
                 pad_id=dataset.manifest.pad_id,
                 provenance=opened.provenance(dataset.fingerprint),
-                crew=world,
+                crew=crew,
                 on_sequence=lambda done, of: progress.update(task, completed=done, total=of),
             )
         if world.is_first:
@@ -59,20 +63,26 @@ def run_evaluation(config: RunConfig, *, step: int | None = None, json_file: Pat
             save(result, path)
             console.print(f"written to {path}", soft_wrap=True, highlight=False)
         if stage.head.kind == "softmax":
-            _exact(config, opened, dataset, world, console)
+            _exact(config, opened, dataset, crew, console, speaks=world.is_first)
         return EXIT_OK
     finally:
         world.close()
 
 
 def _exact(
-    config: RunConfig, opened: OpenModel, dataset: ShardDataset, world: World, console: Console
+    config: RunConfig,
+    opened: OpenModel,
+    dataset: ShardDataset,
+    crew: Crew,
+    console: Console,
+    *,
+    speaks: bool,
 ) -> None:
     """The baseline knows its probabilities: cross-entropy and Brier without sampling noise, beside the estimates."""
     from calm_scale.evaluation.exact import evaluate_exact
 
-    exact = evaluate_exact(opened.model, dataset, config.evaluation, crew=world)
-    if world.is_first:
+    exact = evaluate_exact(opened.model, dataset, config.evaluation, crew=crew)
+    if speaks:
         path = config.workdir / "eval" / f"exact_{opened.card.step:08d}.json"
         path.write_text(json.dumps(dataclasses.asdict(exact), indent=1) + "\n", encoding="utf-8")
         console.print(

@@ -16,7 +16,7 @@ from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.json_lines import read_texts
 from calm_scale.stages.launch import lm_section
-from calm_scale.stages.model import open_model
+from calm_scale.stages.model import open_model, refuse_spare_ranks
 
 if TYPE_CHECKING:
     from calm_scale.sampling.generate import Generation
@@ -29,8 +29,12 @@ def run_generation(
     jsonl: Path | None = None,
     out: Path | None = None,
     step: int | None = None,
+    tensor: int = 1,
 ) -> int:
-    """Continue the prompts (``--prompt`` or a JSON-lines file; one empty prompt when there is none)."""
+    """Continue the prompts (``--prompt`` or a JSON-lines file; one empty prompt when there is none).
+
+    ``tensor`` ranks hold the model, one part each; the first prints and writes.
+    """
     from calm_scale.sampling.generate import generate
     from data_prep.tokenizer import load_tokenizer
 
@@ -38,7 +42,8 @@ def run_generation(
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
     world = init_world()
     try:
-        opened = open_model(config, world, step)
+        refuse_spare_ranks(world, tensor, "generate")
+        opened = open_model(config, world, step, tensor)
         streaming = jsonl is None and len(texts) == 1 and world.is_first
         stream = _Stream(texts[0])
         done = generate(

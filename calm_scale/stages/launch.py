@@ -38,6 +38,16 @@ def default_ranks(config: RunConfig, stage: Stage) -> int:
     return parallel.model_parallel * (parallel.data or 1)
 
 
+def spawn_split(config: RunConfig, tensor: int) -> int | None:
+    """Start the ``tensor`` ranks of one split model, if this process is alone; see ``spawn_if_needed``.
+
+    Raises:
+        ConfigError: the model does not split over that many ranks.
+    """
+    lm_section(config).for_inference(tensor)
+    return spawn_if_needed(tensor)
+
+
 def spawn_if_needed(num_ranks: int) -> int | None:
     """Start this same command ``num_ranks`` times on this machine and wait; the exit code of the whole.
 

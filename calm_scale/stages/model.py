@@ -1,4 +1,4 @@
-"""Opening a trained language model for evaluation or generation: a verified checkpoint, whole on one rank."""
+"""Opening a trained language model for evaluation or generation: a verified checkpoint, whole or split over ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.inventory import find, verify
 from calm_scale.checkpoint.layout import SHARDS
-from calm_scale.config import CalmScaleError, RunConfig
+from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.runtime.world import World
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.lm import frozen_autoencoder
@@ -39,16 +39,24 @@ class OpenModel:
         return names
 
 
-def open_model(config: RunConfig, world: World, step: int | None = None) -> OpenModel:
-    """The newest complete checkpoint of the run (or ``step``), read whole whatever layout wrote it.
+def open_model(config: RunConfig, world: World, step: int | None = None, tensor: int = 1) -> OpenModel:
+    """The newest complete checkpoint of the run (or ``step``), whatever layout wrote it.
+
+    Args:
+        tensor: consecutive ranks that hold one model, split over them.
 
     Raises:
+        ConfigError: the ranks do not make whole models, or the model does not split so.
         NothingToResumeError: no such checkpoint.
         CalmScaleError: it is damaged, or the autoencoder is not the one it was trained against.
     """
     from calm_scale.lm.patch_model import load_patch_model
 
     stage = lm_section(config)
+    if world.world_size % tensor:
+        raise ConfigError(
+            f"{world.world_size} ranks were started, and --tensor-parallel {tensor} needs a multiple of {tensor}"
+        )
     entry = verify(find(config.workdir / "lm", step).path)
     if entry.state != "complete" or entry.card is None:
         raise CalmScaleError(f"{entry.path}: {entry.state}: {entry.reason}; name another step with --step")
@@ -61,4 +69,14 @@ def open_model(config: RunConfig, world: World, step: int | None = None) -> Open
                 f"{config.autoencoder_export}: has fingerprint {card.fingerprint}, but {entry.path.name} was "
                 f"trained against {trained_with}; point lm.autoencoder at that one"
             )
-    return OpenModel(load_patch_model(config, entry.path / SHARDS, world, codec), entry.card)
+    model = load_patch_model(config, entry.path / SHARDS, world, codec, tensor=tensor)
+    return OpenModel(model, entry.card)
+
+
+def refuse_spare_ranks(world: World, tensor: int, command: str) -> None:
+    """Raises ConfigError where more ranks run than hold the one model that ``command`` uses."""
+    if world.world_size != tensor:
+        raise ConfigError(
+            f"{command} runs on the ranks of one model: {world.world_size} were started, --tensor-parallel is "
+            f"{tensor}. Start {tensor}, or split the model with --tensor-parallel {world.world_size}"
+        )

@@ -16,7 +16,7 @@ from rank_program import FixedCodec
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm.build import build_models
-from calm_scale.lm.patch_model import MegatronPatchModel, load_patch_model, single_rank_layout
+from calm_scale.lm.patch_model import MegatronPatchModel, load_patch_model, inference_layout
 from calm_scale.lm.pieces import pieces_of
 from calm_scale.lm.sharded import CheckpointMismatchError
 
@@ -37,7 +37,7 @@ def world() -> Iterator[Any]:
 
 
 def make(world: Any, run: RunConfig) -> MegatronPatchModel:
-    single, layout = single_rank_layout(run, world)
+    single, layout = inference_layout(run, world)
     (model,) = build_models(single, layout)
     codec = None if run.lm.head.kind == "softmax" else Codec(run.vocab_size)
     return MegatronPatchModel(model, single, codec)

@@ -18,7 +18,7 @@ from calm_scale.evaluation.evaluate import evaluate
 from calm_scale.evaluation.exact import evaluate_exact
 from calm_scale.evaluation.report import to_document
 from calm_scale.lm.build import build_models
-from calm_scale.lm.patch_model import MegatronPatchModel, single_rank_layout
+from calm_scale.lm.patch_model import MegatronPatchModel, inference_layout
 from calm_scale.sampling.generate import generate
 from calm_scale.sampling.temperature import TemperedModel
 
@@ -54,7 +54,7 @@ class Uncached:
         return self.model.hidden(state["patches"].flatten(1))[:, -1]
 
 
-def build(patch_size, kind):
+def build(patch_size, kind, world=WORLD, tensor=1):
     head = {"kind": kind} if kind == "softmax" else {"kind": kind, "noise_size": 8}
     run = RunConfig.model_validate(
         {
@@ -75,7 +75,7 @@ def build(patch_size, kind):
             },
         }
     )  # fmt: skip
-    single, layout = single_rank_layout(run, WORLD)
+    single, layout = inference_layout(run, world, tensor)
     model = build_models(single, layout, "fp32")[0]
     codec = None
     if kind != "softmax":
