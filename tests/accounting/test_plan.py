@@ -94,6 +94,14 @@ def test_document_has_choice_ranking_and_assumptions() -> None:
     assert found["layouts"]["tables"]["layouts"]["rows"][0]["fits"] == "yes"
 
 
+def test_every_stage_s_layers_and_share_stand_beside_its_memory() -> None:
+    document = plan_document(load(CONFIGS / "lm" / "calm-7b.yaml"), 2, "a100")  # chooses two pipeline stages
+    rows = json.loads(to_json(document))["sections"]["choice"]["tables"]["memory"]["rows"]
+    layers = [sum(map(int, row["layers"].split("+"))) for row in rows]
+    assert layers[0] > layers[1] > 0 and sum(layers) == 32  # the head stands on the last
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
+
+
 def test_several_numbers_of_nodes_in_under_five_seconds() -> None:
     config = load(CONFIGS / "runs" / "calm-xl.yaml")
     start = time.process_time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from calm_scale.accounting import hardware, memory, plan, saves, timing
 from calm_scale.accounting.backbone_model import lm_of
+from calm_scale.accounting.layout import stage_shares
 from calm_scale.accounting.plan import Layout
 from calm_scale.accounting.report.document import (
     Cell,
@@ -138,12 +139,25 @@ def _cells(layout: Layout, price: float) -> tuple[Cell, ...]:
 def _memory_table(layout: Layout) -> Table:
     columns = (
         Column("stage", "Stage"),
+        Column("layers", "Layers"),
+        Column("share", "Share of the work", "percent"),
         *(Column(part, part.capitalize(), "bytes") for part in MEMORY_PARTS),
         Column("total", "Total", "bytes"),
     )
     stages = memory.language_model(layout.config, layout.data_parallel)
-    rows = tuple((str(m.stage), *(getattr(m, part) for part in MEMORY_PARTS), m.total) for m in stages)
-    return Table("memory", "Memory per rank", columns, rows)
+    rows = tuple(
+        (
+            str(m.stage),
+            "+".join(map(str, work.layers)),
+            work.share,
+            *(getattr(m, part) for part in MEMORY_PARTS),
+            m.total,
+        )
+        for m, work in zip(stages, stage_shares(layout.config), strict=True)
+    )
+    return Table(
+        "memory", "Each pipeline stage: its share of a step's arithmetic, memory per rank", columns, rows
+    )
 
 
 def _assumptions(chip: hardware.Device, efficiency: float, price: float, mtbf_hours: float) -> Section:
