@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import TokenizerError
+from data_prep.errors import TokenizerMistakeError
 from data_prep.tokenizer_spec import LLAMA3_PATTERN, TokenizerSpec
 
 Flat = tuple[NDArray[np.uint32], NDArray[np.int64]]
@@ -72,7 +72,7 @@ class TiktokenEncoder:
 
     def __init__(self, spec: TokenizerSpec) -> None:
         if not spec.has_ranks:
-            raise TokenizerError(
+            raise TokenizerMistakeError(
                 f"tokenizer.encoder is tiktoken, but {spec.name} holds no tiktoken ranks; use encoder: auto"
             )
         import tiktoken
@@ -113,7 +113,7 @@ def build_encoder(name: str, spec: TokenizerSpec) -> Encoder:
     """The encoder called ``name`` for this tokenizer.
 
     Raises:
-        TokenizerError: it is not installed, or cannot represent this tokenizer.
+        TokenizerMistakeError: it is not installed, or cannot represent this tokenizer.
     """
     try:
         if name == "tiktoken":
@@ -122,9 +122,13 @@ def build_encoder(name: str, spec: TokenizerSpec) -> Encoder:
             return FastokensEncoder(spec.json)
         return TokenizersEncoder(spec.json)
     except ImportError:
-        raise TokenizerError(f"the encoder {name} is not installed; use tokenizer.encoder: auto") from None
-    except (ValueError, RuntimeError) as error:
-        raise TokenizerError(f"the encoder {name} cannot load {spec.name}: {error}") from None
+        raise TokenizerMistakeError(
+            f"the encoder {name} is not installed; use tokenizer.encoder: auto"
+        ) from None
+    except TokenizerMistakeError:
+        raise
+    except Exception as error:  # the encoders' own errors share no base class
+        raise TokenizerMistakeError(f"the encoder {name} cannot load {spec.name}: {error}") from None
 
 
 def _flatten(pieces: list[NDArray[np.uint32]]) -> Flat:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import traceback
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.base import CalmScaleError, ConfigError
 
 
 class PrepError(CalmScaleError):
     """Preparing the data cannot go on."""
 
 
-class StarvedSplitError(PrepError):
+class PrepMistakeError(PrepError, ConfigError):
+    """What was asked cannot be done as it was asked; repeating it would not help (exit code 2)."""
+
+
+class StarvedSplitError(PrepMistakeError):
     """A split did not get one whole sequence."""
 
 
@@ -20,12 +24,24 @@ class ShardError(CalmScaleError):
     """A shard or manifest is missing, damaged, incomplete, or not what it says it is."""
 
 
+class ShardMistakeError(ShardError, ConfigError):
+    """The shards asked for are not there, or cannot be what was asked (exit code 2)."""
+
+
 class SourceError(PrepError):
     """An input cannot be read: missing, truncated, corrupt, or changed while it was being read."""
 
 
+class SourceMistakeError(SourceError, PrepMistakeError):
+    """A source names nothing that can be read (exit code 2)."""
+
+
 class TokenizerError(PrepError):
     """A tokenizer cannot be loaded, or two encoders disagree."""
+
+
+class TokenizerMistakeError(TokenizerError, PrepMistakeError):
+    """The tokenizer named is none, or lacks what the settings ask of it (exit code 2)."""
 
 
 class EncoderMismatchError(TokenizerError):

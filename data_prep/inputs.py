@@ -11,7 +11,7 @@ import xxhash
 import zstandard
 
 from calm_scale.config.data import SourceConfig
-from data_prep.errors import SourceError
+from data_prep.errors import SourceError, SourceMistakeError
 
 _KINDS = {
     ".jsonl": "plain",
@@ -75,7 +75,7 @@ def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
     """Every input of every source, in the order in which its documents will stand.
 
     Raises:
-        SourceError: a pattern matches nothing readable, or a file is named twice.
+        SourceMistakeError: a pattern matches nothing readable, or a file is named twice.
     """
     inputs: list[Input] = []
     seen: dict[str, int] = {}
@@ -89,7 +89,7 @@ def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
                 if real in seen:
                     if seen[real] == number:
                         continue
-                    raise SourceError(
+                    raise SourceMistakeError(
                         f"{path} belongs to two sources ({seen[real]} and {number}); name it once"
                     )
                 seen[real] = number
@@ -102,16 +102,16 @@ def _expand(pattern: str) -> list[Path]:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p) and not _hidden(p, path))
         if not found:
-            raise SourceError(f"the folder {path} holds no file to read ({', '.join(_KINDS)})")
+            raise SourceMistakeError(f"the folder {path} holds no file to read ({', '.join(_KINDS)})")
         return found
     if path.is_file():
         if kind_of(path) is None:
-            raise SourceError(f"{path} has no known extension ({', '.join(_KINDS)})")
+            raise SourceMistakeError(f"{path} has no known extension ({', '.join(_KINDS)})")
         return [path]
     matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True))  # noqa: PTH207
     found = [p for p in matches if p.is_file() and kind_of(p)]
     if not found:
-        raise SourceError(f"prep.sources: nothing readable matches {pattern!r}; check the path")
+        raise SourceMistakeError(f"prep.sources: nothing readable matches {pattern!r}; check the path")
     return found
 
 
@@ -128,7 +128,7 @@ def _describe(source: int, path: Path) -> Input:
             file.seek(max(0, stat.st_size - _SAMPLE))
             tail = file.read(_SAMPLE)
     except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}") from None
+        raise SourceMistakeError(f"{path} cannot be read: {error.strerror}") from None
     identity = xxhash.xxh3_128_hexdigest(f"{stat.st_size} ".encode() + head + tail)
     text = _text_bytes(kind, head, stat.st_size)
     return Input(source, str(path), kind, stat.st_size, stat.st_mtime_ns, text, identity)

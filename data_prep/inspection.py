@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from calm_scale.config.data import TokenizerConfig
-from data_prep.errors import ShardError, TokenizerError
-from data_prep.manifest import Manifest, ShardEntry
+from data_prep.errors import ShardMistakeError, TokenizerMistakeError
+from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.reading import ShardDataset
 from data_prep.tokenizer import Tokenizer, load_tokenizer
+from data_prep.tokenizer_spec import find_definition
 
 
 class Decodes(Protocol):
@@ -41,16 +43,43 @@ class StoredSequence:
     text: str | None
 
 
-def tokenizer_of(manifest: Manifest, path: Path | None = None) -> Tokenizer:
-    """The tokenizer a split was made with: from ``path``, or from where it was when the split was made.
+def store_definition(origin: Path, data_dir: Path) -> Path:
+    """Copy the tokenizer's definition into the data folder, which then explains its ids wherever it is taken."""
+    file = find_definition(origin)
+    target = data_dir / ("tokenizer.json" if file.suffix == ".json" else "tokenizer.model")
+    part = target.with_name(target.name + ".part")
+    shutil.copyfile(file, part)
+    part.replace(target)
+    return target
+
+
+def the_split(folder: Path) -> Path:
+    """``folder``, when it is a split.
 
     Raises:
-        TokenizerError: there is none.
+        ShardMistakeError: it is a data or run folder: names the splits in it.
     """
-    stated = TokenizerConfig.model_validate(manifest.provenance.get("tokenizer", {}))
-    place = path or stated.path
+    inside = sorted(
+        path.parent for path in (*folder.glob(f"*/{MANIFEST_NAME}"), *folder.glob(f"data/*/{MANIFEST_NAME}"))
+    )
+    if inside:
+        raise ShardMistakeError(f"{folder} holds several splits; name one: {', '.join(map(str, inside))}")
+    return folder
+
+
+def tokenizer_of(split_dir: Path, path: Path | None = None) -> Tokenizer:
+    """The tokenizer a split was made with: from ``path``, from the copy beside the split, or from where it was.
+
+    Raises:
+        TokenizerMistakeError: there is none.
+    """
+    stated = TokenizerConfig.model_validate(Manifest.read(split_dir).provenance.get("tokenizer", {}))
+    copies = (split_dir.absolute().parent / name for name in ("tokenizer.json", "tokenizer.model"))
+    place = path or next((copy for copy in copies if copy.is_file()), stated.path)
     if place is None:
-        raise TokenizerError("the manifest does not say where its tokenizer is; name it")
+        raise TokenizerMistakeError(
+            f"{split_dir}: no tokenizer is stored beside it; name one with --tokenizer"
+        )
     return load_tokenizer(stated, place, verified=True)
 
 
@@ -58,14 +87,14 @@ def read_sequence(split_dir: Path, index: int, tokenizer: Decodes | None = None)
     """Sequence ``index`` of a split, decoded with ``tokenizer``.
 
     Raises:
-        ShardError: there is no such sequence, or the tokenizer is not the one the split was made with.
+        ShardError: a shard is damaged, there is no such sequence, or the split was made with another tokenizer.
     """
     manifest = Manifest.read(split_dir)
     dataset = ShardDataset(split_dir, manifest.sequence_length, partial=True)
     if not 0 <= index < len(dataset):
-        raise ShardError(f"{split_dir} holds sequences 0 to {len(dataset) - 1}, not {index}")
+        raise ShardMistakeError(f"{split_dir} holds sequences 0 to {len(dataset) - 1}, not {index}")
     if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
-        raise ShardError(
+        raise ShardMistakeError(
             f"{split_dir} was made with another tokenizer ({manifest.tokenizer}, fingerprint "
             f"{manifest.tokenizer_fingerprint}); this one has {tokenizer.fingerprint}"
         )
@@ -76,9 +105,14 @@ def read_sequence(split_dir: Path, index: int, tokenizer: Decodes | None = None)
 
 
 def show_split(split_dir: Path, console: Console | None = None) -> Manifest:
-    """Print a split's counts, sources, shards and document lengths."""
+    """Print a split's counts, sources, shards and document lengths.
+
+    Raises:
+        ShardError: a shard is missing, cut, or not the manifest's.
+    """
     console = console or Console(highlight=False)
     manifest = Manifest.read(split_dir)
+    ShardDataset(split_dir, manifest.sequence_length)
     console.print(
         f"{split_dir} · {manifest.num_sequences:,} sequences of {manifest.sequence_length:,} {manifest.dtype} ids, "
         f"K-aligned to {manifest.alignment}, packing {manifest.packing}\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, PrepMistakeError
 from data_prep.manifest import write_atomically
 from data_prep.plan import Plan
 from data_prep.record import SegmentRecord
@@ -44,7 +44,7 @@ class FolderLock:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            raise PrepError(
+            raise PrepMistakeError(
                 f"another prep is writing {self._path.parent} ({holder}); wait for it, or end it first"
             ) from None
         file.truncate(0)
@@ -109,7 +109,7 @@ class Journal:
         old = json.loads(self._stated.read_text(encoding="utf-8"))
         if old.get("key") != plan.key:
             changed = "; ".join(differences(old.get("settings", {}), plan.settings)[:6])
-            raise PrepError(
+            raise PrepMistakeError(
                 f"{self.data_dir} holds {what} with other settings or inputs ({changed}). Nothing was mixed: put "
                 "them back, choose another folder, or discard the old work with --restart"
             )
@@ -123,6 +123,7 @@ class Journal:
             "*/manifest.json",
             "manifest.json",
             "plan.json",
+            "tokenizer.*",
             "quarantine.jsonl",
         ):
             for path in self.data_dir.glob(pattern):

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from data_prep.errors import ShardError
+from data_prep.errors import ShardError, ShardMistakeError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -153,7 +153,7 @@ class Manifest(_Record):
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ShardError(
+            raise ShardMistakeError(
                 f"{path} is missing: data prep has not finished (or never ran) for this split; "
                 "run `calm-scale prep` until it reports success"
             ) from None

@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from calm_scale.config.data import PrepConfig
-from data_prep.errors import PrepError, ShardError
+from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
 from data_prep.journal import FolderLock
 from data_prep.manifest import DocumentCounts, Manifest, ShardEntry, SourceEntry, TokenCounts
 from data_prep.packing import build_packer
@@ -56,9 +56,9 @@ def open_megatron(prefix: Path) -> MegatronIndex:
         raw = index_path.read_bytes()
         size = data_path.stat().st_size
     except OSError as error:
-        raise ShardError(f"{error.filename}: {error.strerror}") from None
+        raise ShardMistakeError(f"{error.filename}: {error.strerror}") from None
     if raw[:9] != _MAGIC or struct.unpack_from("<Q", raw, 9)[0] != 1 or raw[17] not in _TYPES:
-        raise ShardError(f"{index_path} is no Megatron index of version 1 with integer ids")
+        raise ShardMistakeError(f"{index_path} is no Megatron index of version 1 with integer ids")
     dtype = np.dtype(_TYPES[raw[17]])
     num_sequences, num_bounds = struct.unpack_from("<QQ", raw, 18)
     if len(raw) < 34 + 12 * num_sequences + 8 * num_bounds:
@@ -133,7 +133,7 @@ def import_megatron(
     offsets = index.document_offsets()
     largest = int(index.tokens.max()) if len(index.tokens) else 0
     if largest >= vocab_size or (len(index.tokens) and int(index.tokens.min()) < 0):
-        raise ShardError(
+        raise ShardMistakeError(
             f"{prefix}.bin holds ids outside [0, {vocab_size}): largest {largest}; set vocab_size to fit"
         )
     packer = build_packer(prep.packing, prep.sequence_length, prep.alignment, tokenizer.pad_id)
@@ -154,7 +154,7 @@ def import_megatron(
         writer.append(np.full(filler, filler_id(tokenizer), dtype))
         header, tail = writer.close()
         if header is None:
-            raise PrepError(f"{prefix} holds less than one sequence of {prep.sequence_length} tokens")
+            raise PrepMistakeError(f"{prefix} holds less than one sequence of {prep.sequence_length} tokens")
         manifest = _manifest_of(index, offsets, prefix, tokenizer, prep, vocab_size, split).model_copy(
             update={
                 "dtype": dtype.name,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from data_prep.errors import PrepError
+from data_prep.errors import PrepMistakeError
 
 # (variable, what set it), the innermost launcher first: a step inside a job, mpirun inside an allocation.
 _SIZES = (
@@ -25,7 +25,7 @@ _SIZES = (
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
-class MpiMismatchError(PrepError):
+class MpiMismatchError(PrepMistakeError):
     """The launcher's environment and MPI disagree about the number of processes."""
 
 

@@ -16,6 +16,7 @@ from calm_scale.config.base import CalmScaleError
 from data_prep.assemble import check_limit, collect, write_rejected, write_split
 from data_prep.dedup import find_duplicates
 from data_prep.errors import EncoderMismatchError, PrepError, ShardError, StarvedSplitError, explain
+from data_prep.inspection import store_definition
 from data_prep.journal import WORK_FOLDER, FolderLock, Journal
 from data_prep.manifest import Manifest
 from data_prep.mpi import Ranks, detect_ranks
@@ -177,8 +178,8 @@ def _work(config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer
     plan, journal = begun.plan, begun.journal
     try:
         if ranks.size > 1:
-            work = build_task(task, plan, journal, tokenizer)
-            Worker(plan, journal, work, ranks.rank, parent=os.getppid()).run()  # the launcher: gone, we go too
+            launcher = os.getppid()  # when it is gone, nobody else would end this rank
+            Worker(plan, journal, build_task(task, plan, journal, tokenizer), ranks.rank, launcher).run()
         else:
             origin = (config.tokenizer, config.tokenizer_path)
             run_workers(plan, journal, task, origin, tokenizer, plan.prep.workers)
@@ -200,6 +201,8 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
     except StarvedSplitError:
         journal.clear()  # other settings are needed, so nothing of this is worth keeping
         raise
+    if plan.tokenizer_config.path is not None:
+        store_definition(plan.tokenizer_config.path, journal.data_dir)
     for manifest in manifests:
         manifest.write(journal.data_dir / manifest.split)
     work = total_progress(journal.attempt_dir / "progress", "encode")

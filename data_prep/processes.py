@@ -8,9 +8,9 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.base import CalmScaleError, ConfigError
 from calm_scale.config.data import TokenizerConfig
-from data_prep.errors import EncoderMismatchError, PrepError, explain
+from data_prep.errors import EncoderMismatchError, PrepError, PrepMistakeError, explain
 from data_prep.journal import Journal
 from data_prep.plan import Plan
 from data_prep.tasks import TaskName, build_task
@@ -19,6 +19,7 @@ from data_prep.worker import StoppedError, Worker
 
 TokenizerOrigin = tuple[TokenizerConfig, Path]
 _MISMATCH = "encoder mismatch: "
+_MISTAKE = "mistake: "
 
 
 def run_workers(
@@ -68,6 +69,8 @@ def _error_of(process: BaseProcess, journal: Journal) -> CalmScaleError:
     if texts and texts[0].startswith(_MISMATCH):
         reference, _, text = texts[0].removeprefix(_MISMATCH).partition("\n")
         return EncoderMismatchError(text, reference)
+    if texts and texts[0].startswith(_MISTAKE):
+        return PrepMistakeError(texts[0].removeprefix(_MISTAKE))
     if texts:
         return PrepError(texts[0] or "a worker failed and could not say why (is the disk full?)")
     return PrepError(
@@ -87,6 +90,9 @@ def _work(
         raise SystemExit(1) from None
     except EncoderMismatchError as error:
         journal.fail(number, f"{_MISMATCH}{error.reference}\n{error}")
+        raise SystemExit(1) from None
+    except ConfigError as error:
+        journal.fail(number, f"{_MISTAKE}{error}")
         raise SystemExit(1) from None
     except Exception as error:
         journal.fail(number, explain(error, f"worker {number}"))

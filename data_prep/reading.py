@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from data_prep.cold import ColdShard
-from data_prep.errors import ShardError
+from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.gathering import RowGatherer
 from data_prep.manifest import Manifest, ShardEntry
 from data_prep.order import MixtureOrder, SampleOrder
@@ -45,7 +45,7 @@ class ShardDataset:
         self.fingerprint = self.manifest.fingerprint
         length = self.manifest.sequence_length
         if tokens_per_sample < 1 or length % tokens_per_sample:
-            raise ShardError(
+            raise ShardMistakeError(
                 f"{self.split_dir} stores sequences of {length} tokens; samples of {tokens_per_sample} tokens "
                 f"do not divide them: choose a divisor of {length}, or prepare the data with another "
                 "prep.sequence_length"

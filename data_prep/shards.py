@@ -30,7 +30,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from data_prep.errors import ShardError
+from data_prep.errors import ShardError, ShardMistakeError
 
 MAGIC = b"CALMSHRD"
 VERSION = 1
@@ -80,10 +80,10 @@ def token_dtype(max_id: int, wanted: str = "auto") -> np.dtype[np.unsignedintege
     """The narrowest of uint16 and uint32 that holds every id the tokenizer can emit.
 
     Raises:
-        ShardError: ``wanted`` is uint16 and ``max_id`` does not fit it.
+        ShardMistakeError: ``wanted`` is uint16 and ``max_id`` does not fit it.
     """
     if wanted == "uint16" and max_id > 0xFFFF:
-        raise ShardError(
+        raise ShardMistakeError(
             f"prep.dtype is uint16, but the tokenizer's largest id is {max_id} (> 65535): ids would wrap; "
             "use dtype: auto or uint32"
         )

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import SourceError
+from data_prep.errors import SourceError, SourceMistakeError
 
 _BATCH_ROWS = 2048
 _BYTES_PER_ROW = 6000
@@ -39,7 +39,7 @@ class ParquetRows:
         self._errors = (pyarrow.ArrowException, OSError)
         names = self._file.schema_arrow.names
         if text_field not in names:
-            raise SourceError(
+            raise SourceMistakeError(
                 f"{path} has no column {text_field!r} (it has: {', '.join(names)}); set text_field"
             )
         self._columns = [text_field, *(["meta"] if with_sets and "meta" in names else [])]
@@ -123,7 +123,7 @@ class DatasetRows:
             sets: list[str | None] = []
             for row in rows:
                 if self._field not in row:
-                    raise SourceError(
+                    raise SourceMistakeError(
                         f"the dataset {self._name!r} has no field {self._field!r}: {sorted(row)}"
                     )
                 meta = row.get("meta")

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from calm_scale.config.data import TokenizerConfig
-from data_prep.errors import TokenizerError
+from data_prep.errors import TokenizerMistakeError
 from data_prep.user_cache import load_cached, save_cached
 
 SPEC_VERSION = 1
@@ -73,9 +73,9 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
     """Read the definition at ``path``: a file, or a folder with tokenizer.json or tokenizer.model.
 
     Raises:
-        TokenizerError: nothing readable there, or a special token the policy needs is unknown.
+        TokenizerMistakeError: nothing readable there, or a special token the policy needs is unknown.
     """
-    file = _find(path)
+    file = find_definition(path)
     has_ranks = file.suffix != ".json"
     policy = config.model_dump(
         mode="json", include={"add_bos", "add_eos", "bos_token", "eos_token", "pad_token"}
@@ -110,14 +110,19 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
     return TokenizerSpec(file=file, json=text, has_ranks=has_ranks, **facts)
 
 
-def _find(path: Path) -> Path:
+def find_definition(path: Path) -> Path:
+    """The file at ``path``, or the tokenizer.json or tokenizer.model in the folder ``path``.
+
+    Raises:
+        TokenizerMistakeError: there is none.
+    """
     if path.is_dir():
         for name in ("tokenizer.json", "tokenizer.model"):
             if (path / name).is_file():
                 return path / name
-        raise TokenizerError(f"the folder {path} holds neither tokenizer.json nor tokenizer.model")
+        raise TokenizerMistakeError(f"the folder {path} holds neither tokenizer.json nor tokenizer.model")
     if not path.is_file():
-        raise TokenizerError(
+        raise TokenizerMistakeError(
             f"there is no tokenizer at {path}: set tokenizer.path to a tokenizer.json, a tokenizer.model "
             "(tiktoken ranks) or a folder with one"
         )
@@ -135,12 +140,12 @@ def _special(
 ) -> int | None:
     if named is not None and named not in specials:
         known = ", ".join(list(specials)[:8]) or "none"
-        raise TokenizerError(
+        raise TokenizerMistakeError(
             f"tokenizer.{role}_token {named!r} is no special token of {file} (it has: {known})"
         )
     name = named or next((n for n in usual if n in specials), None)
     if name is None and needed:
-        raise TokenizerError(
+        raise TokenizerMistakeError(
             f"{file} has no {role.upper()} token by a usual name: set tokenizer.{role}_token, or "
             f"tokenizer.add_{role}: false"
         )
@@ -152,13 +157,17 @@ def _read_json(file: Path) -> dict[str, Any]:
         definition = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = definition["model"]["vocab"]
     except ValueError as error:
-        raise TokenizerError(f"{file} is not a tokenizer.json: {error}") from None
+        raise TokenizerMistakeError(f"{file} is not a tokenizer.json: {error}") from None
     except (KeyError, TypeError):
-        raise TokenizerError(f"{file} is not a tokenizer.json: it has no `model` with a `vocab`") from None
+        raise TokenizerMistakeError(
+            f"{file} is not a tokenizer.json: it has no `model` with a `vocab`"
+        ) from None
     if not isinstance(vocabulary, dict):
-        raise TokenizerError(f"{file}: only vocabularies that map token → id (BPE, WordPiece) are supported")
+        raise TokenizerMistakeError(
+            f"{file}: only vocabularies that map token → id (BPE, WordPiece) are supported"
+        )
     if not vocabulary:
-        raise TokenizerError(f"{file}: its vocabulary is empty")
+        raise TokenizerMistakeError(f"{file}: its vocabulary is empty")
     # Leftovers of inference settings would cut documents or drop merges at random.
     model = (
         {**definition["model"], "dropout": None} if "dropout" in definition["model"] else definition["model"]
@@ -174,12 +183,12 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except (ValueError, binascii.Error):
-                raise TokenizerError(
+                raise TokenizerMistakeError(
                     f"{file}:{number} is not a line of tiktoken ranks (base64 token, rank); "
                     "SentencePiece models are not supported: convert them to tokenizer.json"
                 ) from None
     if not ranks:
-        raise TokenizerError(f"{file} is empty")
+        raise TokenizerMistakeError(f"{file} is empty")
     return ranks
 
 

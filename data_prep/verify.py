@@ -11,7 +11,7 @@ import xxhash
 from rich.console import Console
 
 from data_prep.cold import open_cold
-from data_prep.errors import ShardError
+from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.shards import ShardHeader, map_tokens, read_header
 
@@ -62,7 +62,7 @@ def verify_tree(directory: Path) -> list[Verification]:
     """Verify a split's folder, or every split of a data or run folder.
 
     Raises:
-        ShardError: there is no split in it.
+        ShardMistakeError: there is no split in it.
     """
     if (directory / "data" / MANIFEST_NAME).exists():
         directory = directory / "data"
@@ -70,7 +70,7 @@ def verify_tree(directory: Path) -> list[Verification]:
         return [verify_split(directory)]
     splits = sorted(path.parent for path in directory.glob(f"*/{MANIFEST_NAME}"))
     if not splits:
-        raise ShardError(
+        raise ShardMistakeError(
             f"{directory} holds no prepared split (no {MANIFEST_NAME}); run `calm-scale prep` first"
         )
     return [verify_split(split) for split in splits]

@@ -62,7 +62,8 @@ def inspect(
     folder: ShardFolder,
     sequence: Annotated[int | None, typer.Option("--sequence", min=0, help="Show this sequence.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="Tokenizer file, to decode with.")
+        Path | None,
+        typer.Option("--tokenizer", help="Decode with this one (default: the data folder's copy)."),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Save the histogram of lengths (PNG).")

@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
 
 
@@ -32,18 +31,20 @@ def inspect_shards(
     folder: Path, sequence: int | None = None, tokenizer: Path | None = None, picture: Path | None = None
 ) -> int:
     """Print what a split holds; one sequence's text; the histogram of document lengths as a picture."""
-    from data_prep.inspection import draw_lengths, read_sequence, show_split
-    from data_prep.tokenizer import load_tokenizer
+    from data_prep.inspection import draw_lengths, read_sequence, show_split, the_split, tokenizer_of
 
     console = Console(highlight=False)
+    folder = the_split(folder)
     if sequence is None:
         show_split(folder, console)
     else:
-        decoder = load_tokenizer(TokenizerConfig(), tokenizer) if tokenizer else None
-        stored = read_sequence(folder, sequence, decoder)
-        console.print(f"sequence {stored.index} · {stored.shard.name} · from {stored.source}", markup=False)
-        shown = stored.text if stored.text is not None else " ".join(map(str, stored.ids))
-        console.print(shown, markup=False, soft_wrap=True)
+        stored = read_sequence(folder, sequence, tokenizer_of(folder, tokenizer))
+        console.print(
+            f"sequence {stored.index} · {len(stored.ids):,} tokens · {stored.shard.name} · from {stored.source}",
+            markup=False,
+            soft_wrap=True,
+        )
+        console.print(stored.text, markup=False, soft_wrap=True)
     if picture is not None:
         console.print(f"picture: {draw_lengths(folder, picture)}", soft_wrap=True)
     return EXIT_OK

@@ -198,7 +198,7 @@ def test_inspection_shows_text_source_and_lengths(
     assert first.text is not None
     assert first.text.startswith("<|begin_of_text|>")
     assert "in.jsonl.zst" in first.source
-    again = read_sequence(split, 0, tokenizer_of(Manifest.read(split)))
+    again = read_sequence(split, 0, tokenizer_of(split))
     assert again.text == first.text
     with pytest.raises(ShardError, match="holds sequences 0 to"):
         read_sequence(split, 10**6)
