@@ -26,13 +26,26 @@ def submit(
         Path, typer.Option("--cluster", help="The cluster's profile, configs/clusters/NAME.yaml.")
     ],
     set_: Overrides = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=A,B",
+            help="A run for each value, as a job array, e.g. --sweep lm.training.optimizer.lr=1e-4,2e-4. "
+            "Repeatable: every combination.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the scripts, print the plan, queue nothing.")
     ] = False,
 ) -> None:
     """Queue prep → autoencoder → language model → evaluation on SLURM; the chain finishes by itself."""
-    from calm_scale.stages.submit import submit_run
+    from calm_scale.stages.submit import submit_run, submit_the_sweep
+    from calm_scale.stages.sweep import plan_sweep
 
+    if sweep:
+        planned = plan_sweep(config, set_ or (), sweep)
+        raise typer.Exit(submit_the_sweep(planned, config, cluster, dry_run=dry_run))
     raise typer.Exit(submit_run(load(config, set_ or ()), config, cluster, dry_run=dry_run))
 
 

@@ -45,6 +45,24 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """The run folder itself, or the runs of a sweep's folder.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if _is_run(folder):
+        return [folder]
+    found = sorted(child for child in folder.iterdir() if _is_run(child)) if folder.is_dir() else []
+    if not found:
+        raise ConfigError(f"{folder}: not a run folder (it holds neither {CONFIG_FILE} nor slurm/)")
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file() or (folder / "slurm").is_dir()
+
+
 def config_of(target: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of a YAML file or of a run folder."""
     if not target.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -12,9 +13,9 @@ from rich.text import Text
 
 from calm_scale.accounting.report.document import seconds_text
 from calm_scale.checkpoint.status import StageStatus, stage_status
-from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
-from calm_scale.stages.run_folder import CONFIG_FILE, config_of
+from calm_scale.stages.run_folder import CONFIG_FILE, config_of, runs_in
 from data_prep.manifest import MANIFEST_NAME
 from launchers.slurm.status import JobStatus, RunStatus, job_status
 
@@ -22,16 +23,19 @@ REFRESH_SECONDS = 10.0
 
 
 def show_status(run: Path, watch: bool = False) -> int:
-    """Print the state of every stage; with ``watch`` refresh until interrupted."""
-    if not run.is_dir() or not ((run / CONFIG_FILE).is_file() or (run / "slurm").is_dir()):
-        raise ConfigError(f"{run}: not a run folder (it holds neither {CONFIG_FILE} nor slurm/)")
+    """Print the state of every stage (of every run of a sweep); with ``watch`` refresh until interrupted."""
+    runs = runs_in(run)
     if not watch:
-        Console().print(_view(run))
+        Console().print(_views(runs))
         return EXIT_OK
-    with Live(_view(run), refresh_per_second=1) as live:
+    with Live(_views(runs), refresh_per_second=1) as live:
         while True:
             time.sleep(REFRESH_SECONDS)
-            live.update(_view(run))
+            live.update(_views(runs))
+
+
+def _views(runs: Sequence[Path]) -> Group:
+    return Group(*(_view(run) for run in runs))
 
 
 def _view(run: Path) -> Group:

@@ -12,8 +12,10 @@ from calm_scale.config import RunConfig, load_as
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.dry_run import stage_plan
+from calm_scale.stages.run_folder import runs_in
+from calm_scale.stages.sweep import Sweep
 from launchers.slurm.cancel import cancel
-from launchers.slurm.submit import StageJob, Submission, submit
+from launchers.slurm.submit import StageJob, Submission, submit, submit_sweep
 
 
 def submit_run(config: RunConfig, config_path: Path, cluster_path: Path, *, dry_run: bool) -> int:
@@ -21,27 +23,61 @@ def submit_run(config: RunConfig, config_path: Path, cluster_path: Path, *, dry_
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
     submission = submit(config, cluster, config_path, dry_run=dry_run)
+    _show(console, submission, config, cluster)
+    _say_what_next(console, config.workdir, dry_run)
+    return EXIT_OK
+
+
+def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry_run: bool) -> int:
+    """The same for a sweep: what its runs share as jobs of the base run, the rest as job arrays, a task a run."""
+    cluster = load_as(ClusterConfig, cluster_path)
+    console = Console()
+    last = None
+    if sweep.shared:
+        base = submit(sweep.base, cluster, config_path, dry_run=dry_run, stages=sweep.shared)
+        _show(console, base, sweep.base, cluster)
+        last = base.jobs[-1].job_id
+    name = f"{sweep.base.name}-sweep"
+    submission = submit_sweep(
+        sweep.runs, cluster, sweep.folder, name, dry_run=dry_run, stages=sweep.own, after=last
+    )
+    _show(console, submission, sweep.runs[0], cluster)
+    table = Table(title=f"{len(sweep.runs)} runs, each its own folder", title_justify="left")
+    for heading in ("task", "run", "folder"):
+        table.add_column(heading, overflow="fold")
+    for index, run in enumerate(sweep.runs):
+        table.add_row(str(index), run.name, str(run.workdir))
+    console.print(table)
+    _say_what_next(console, sweep.folder, dry_run)
+    return EXIT_OK
+
+
+def _show(console: Console, submission: Submission, config: RunConfig, cluster: ClusterConfig) -> None:
     console.print(_table(submission, cluster))
     gpu = cluster.gpu_type if cluster.gpu_type in {chip.key for chip in hardware.DEVICES} else None
     for job in submission.jobs:
         if job.stage in ("autoencoder", "lm"):
             console.print(stage_plan(config, job.stage, job.shape.num_tasks, gpu, job.shape.nodes))
     console.print(f"scripts: {submission.folder}", soft_wrap=True, highlight=False)
+
+
+def _say_what_next(console: Console, folder: Path, dry_run: bool) -> None:
     if dry_run:
         console.print("dry run: nothing was queued")
     else:
-        console.print(f"follow it with: calm-scale status {config.workdir}", soft_wrap=True, highlight=False)
-    return EXIT_OK
+        console.print(f"follow it with: calm-scale status {folder}", soft_wrap=True, highlight=False)
 
 
 def cancel_run(run: Path) -> int:
-    """Stop a run's jobs after they have saved."""
-    done = cancel(run)
+    """Stop the jobs of a run, or of every run of a sweep, after they have saved."""
+    done = [cancel(folder) for folder in (runs_in(run) if run.is_dir() else [run])]
+    removed = [job for one in done for job in one.removed]
+    saving = [job for one in done for job in one.saving]
     console = Console()
-    for label, jobs in (("taken out of the queue", done.removed), ("saving, then ending", done.saving)):
+    for label, jobs in (("taken out of the queue", removed), ("saving, then ending", saving)):
         if jobs:
             console.print(f"{label}: {', '.join(jobs)}")
-    if not done.removed and not done.saving:
+    if not removed and not saving:
         console.print("no job of this run is queued or running")
     return EXIT_OK
 
@@ -74,5 +110,5 @@ def _row(job: StageJob) -> list[str]:
         str(shape.cpus_per_task),
         f"{job.notice_seconds} s",
         job.job_id or "–",
-        job.outcome,
+        job.outcome + (f" ({job.num_submitted} of {job.num_tasks} tasks)" if job.num_tasks > 1 else ""),
     ]

@@ -6,21 +6,20 @@ kept, and only what is missing is queued.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from calm_scale.config import ConfigError, RunConfig, to_yaml
+from calm_scale.config import ConfigError, RunConfig, config_hash, to_yaml
 from calm_scale.config.cluster import ClusterConfig
-from launchers.errors import LaunchError
+from launchers.slurm.enqueue import QueuedStage, enqueue
 from launchers.slurm.layout import Stage, StageShape, shape_of, stages_of
 from launchers.slurm.notice import notice_seconds
-from launchers.slurm.queue import QueuedJob, client, queued_jobs
-from launchers.slurm.record import RunRecord, SubmittedJob, write_whole
+from launchers.slurm.record import RunRecord, write_whole
 from launchers.slurm.templates import ScriptRun, check_path, render
 
 Outcome = Literal["written", "submitted", "queued already", "done already"]
@@ -34,7 +33,11 @@ _SECTIONS: dict[Stage, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class StageJob:
-    """What became of one stage: its script, its shape, its job id (None when nothing was queued)."""
+    """What became of one stage: its script, its shape, its job id (None when nothing was queued).
+
+    ``outcome`` is that of the task that needed most; ``num_tasks`` is the number of runs, ``num_submitted`` how many of
+    them this submission queued. Several jobs of one array stage have their ids joined by commas.
+    """
 
     stage: Stage
     shape: StageShape
@@ -42,6 +45,8 @@ class StageJob:
     notice_seconds: int
     outcome: Outcome
     job_id: str | None = None
+    num_tasks: int = 1
+    num_submitted: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,13 @@ def submit_sweep(
     name: str = "sweep",
     dry_run: bool = False,
     stages: Sequence[Stage] | None = None,
+    after: str | None = None,
 ) -> Submission:
     """The same for several runs of one shape as job arrays: each task its own run, requeued on its own.
 
     Args:
         folder: where the sweep's scripts and logs go; each run keeps its state in its own workdir.
+        after: a job that all of them wait for.
 
     Raises:
         ConfigError: runs share a workdir, or need different resources.
@@ -101,7 +108,7 @@ def submit_sweep(
             if twice
             else "sweep: there are no runs"
         )
-    return _submit(list(configs), cluster, name, folder.absolute(), dry_run, stages, name)
+    return _submit(list(configs), cluster, name, folder.absolute(), dry_run, stages, name, after)
 
 
 def _submit(
@@ -112,6 +119,7 @@ def _submit(
     dry_run: bool,
     stages: Sequence[Stage] | None,
     origin: str,
+    after: str | None = None,
 ) -> Submission:
     chain = _chain(configs, stages, origin)
     shapes = {stage: _common_shape(configs, cluster, stage) for stage in chain}
@@ -122,12 +130,32 @@ def _submit(
         record.create()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     for config, record in zip(configs, records, strict=True):
-        write_whole(record.folder / "config.yaml", to_yaml(config))
+        write_whole(_stored(config, record), to_yaml(config))
     jobs = [_write(stage, shapes[stage], configs, records, cluster, name, folder) for stage in chain]
     if not dry_run:
-        with records[0].locked():
-            jobs = _queue(jobs, configs, records)
+        with contextlib.ExitStack() as locks:
+            for record in sorted(records, key=lambda record: record.workdir):
+                locks.enter_context(record.locked())
+            prints = {stage: [fingerprint(config, stage) for config in configs] for stage in chain}
+            found = enqueue([(job.stage, job.script, prints[job.stage]) for job in jobs], records, after)
+        jobs = [_with_outcome(job, stage) for job, stage in zip(jobs, found, strict=True)]
     return Submission(name, tuple(record.workdir for record in records), folder, tuple(jobs), dry_run)
+
+
+def _with_outcome(job: StageJob, found: QueuedStage) -> StageJob:
+    outcome: Outcome = "submitted" if found.submitted else "queued already" if found.kept else "done already"
+    return replace(
+        job,
+        outcome=outcome,
+        job_id=",".join(found.job_ids) or None,
+        num_tasks=len(found.done) + len(found.kept) + len(found.submitted),
+        num_submitted=len(found.submitted),
+    )
+
+
+def _stored(config: RunConfig, record: RunRecord) -> Path:
+    """Where the jobs of this configuration find it; a later submission does not change what is queued."""
+    return record.folder / f"config-{config_hash(config)}.yaml"
 
 
 def _chain(configs: list[RunConfig], stages: Sequence[Stage] | None, origin: str) -> list[Stage]:
@@ -164,7 +192,7 @@ def _write(
     runs = [
         ScriptRun(
             workdir=record.workdir,
-            config=record.folder / "config.yaml",
+            config=_stored(config, record),
             fingerprint=fingerprint(config, stage),
             progress=_progress_folder(config, stage).absolute(),
         )
@@ -202,52 +230,3 @@ def fingerprint(config: RunConfig, stage: Stage) -> str:
     names = [name for earlier in stages[: stages.index(stage) + 1] for name in _SECTIONS[earlier]]
     document = config.model_dump(mode="json", include=set(names))
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _queue(jobs: list[StageJob], configs: list[RunConfig], records: list[RunRecord]) -> list[StageJob]:
-    queue = queued_jobs()
-    result: list[StageJob] = []
-    before: str | None = None
-    for job in jobs:
-        prints = [fingerprint(config, job.stage) for config in configs]
-        if all(record.is_done(job.stage, mark) for record, mark in zip(records, prints, strict=True)):
-            result.append(replace(job, outcome="done already"))
-            continue
-        kept = _kept(job, prints, records, queue)
-        outcome: Outcome = "queued already"
-        if kept is None:
-            kept, outcome = _sbatch(job, before, array=len(records) > 1), "submitted"
-            _remember(job, kept, prints, records)
-        before = kept
-        result.append(replace(job, outcome=outcome, job_id=kept))
-    return result
-
-
-def _kept(
-    job: StageJob, prints: list[str], records: list[RunRecord], queue: dict[str, list[QueuedJob]]
-) -> str | None:
-    """The id of the job that is queued for this stage already."""
-    for record, mark in zip(records, prints, strict=True):
-        known = record.jobs().get(job.stage)
-        if known is None or known.job_id not in queue:
-            continue
-        if known.fingerprint != mark:
-            raise LaunchError(
-                f"job {known.job_id} ({job.stage} of {record.workdir}) is in the queue with another configuration: "
-                f"cancel it first (calm-scale cancel {record.workdir}), or submit under another name"
-            )
-        return known.job_id
-    return None
-
-
-def _sbatch(job: StageJob, after: str | None, array: bool) -> str:
-    dependency = [f"--dependency={'aftercorr' if array else 'afterok'}:{after}"] if after else []
-    answer = client(["sbatch", "--parsable", *dependency, str(job.script)])
-    return answer.splitlines()[-1].split(";")[0]
-
-
-def _remember(job: StageJob, job_id: str, prints: list[str], records: list[RunRecord]) -> None:
-    """Written after every job: a submission that breaks off half way is taken up where it stopped."""
-    for index, (record, mark) in enumerate(zip(records, prints, strict=True)):
-        entry = SubmittedJob(job.stage, job_id, mark, time.time(), index if len(records) > 1 else None)
-        record.write_jobs({**record.jobs(), job.stage: entry})

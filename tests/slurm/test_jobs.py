@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from calm_scale.config import RunConfig
+from calm_scale.config import RunConfig, to_yaml
 from calm_scale.config.cluster import ClusterConfig
+from calm_scale.stages.sweep import plan_sweep
 from launchers.slurm.cancel import cancel
 from launchers.slurm.record import Attempt, RunRecord
 from launchers.slurm.status import job_status
-from launchers.slurm.submit import Submission, submit, submit_sweep
+from launchers.slurm.submit import Submission, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
 
@@ -184,8 +186,20 @@ def cancel_saves_first_and_empties_the_chain(slurm, profile: Profile, make_run: 
 
 
 def array_of_two_requeues_only_the_one(slurm, profile: Profile, make_run: MakeRun) -> None:
-    runs = [make_run(f"sweep-{index}", {"lm": {"steps": 40, "seconds": 0.1}}) for index in range(2)]
-    job = ids(submit_sweep(runs, profile(**SHORT), runs[0].workdir.parent / "sweep", stages=["lm"]))["lm"]
+    base = make_run("sweep", prep=None, autoencoder=None)
+    document, cluster = base.workdir / "sweep.yaml", base.workdir / "cluster.yaml"
+    document.write_text(to_yaml(base))
+    cluster.write_text(to_yaml(profile(**SHORT)))
+    option = "lm.training.optimizer.lr=1e-4,2e-4"
+    runs = plan_sweep(document, [], [option]).runs
+    for run in runs:
+        run.workdir.mkdir(parents=True)
+        (run.workdir / "behaviour.json").write_text(json.dumps({"lm": {"steps": 40, "seconds": 0.1}}))
+    command = [sys.executable, "-m", "calm_scale", "submit", str(document), "--cluster", str(cluster)]
+    slurm.run(*command, "--sweep", option)
+    jobs = {RunRecord(run.workdir).jobs()["lm"].job_id for run in runs}
+    assert len(jobs) == 1, "one array for both"
+    job = jobs.pop()
     wait_for(lambda: all(len(ranks(run, 1)) == 2 for run in runs), 60, "both tasks")
     ports = [ranks(run, 1)[0]["port"] for run in runs]
     assert ports[0] != ports[1], "two runs at the same moment"
@@ -193,6 +207,11 @@ def array_of_two_requeues_only_the_one(slurm, profile: Profile, make_run: MakeRu
     for index, run in enumerate(runs):
         slurm.wait_state(f"{job}_{index}", "COMPLETED", seconds=90)
         assert [life.cause for life in attempts(run)] == [["limit", "finished"], ["finished"]][index]
+        evaluation = RunRecord(run.workdir).jobs()["eval"]
+        slurm.wait_state(evaluation.task_id, "COMPLETED", seconds=60)
+    before = [RunRecord(run.workdir).jobs() for run in runs]
+    slurm.run(*command, "--sweep", option)
+    assert [RunRecord(run.workdir).jobs() for run in runs] == before, "submitting again queues nothing"
 
 
 def one_run_is_never_run_twice_at_once(slurm, profile: Profile, make_run: MakeRun) -> None:

@@ -261,7 +261,11 @@ def test_a_sweep_needs_a_workdir_each(profile: Profile, make_run: MakeRun, tmp_p
 def test_the_stored_configuration_is_the_run(profile: Profile, make_run: MakeRun) -> None:
     run = make_run("stored")
     submit(run, profile(), dry_run=True)
-    assert load(run.workdir / "slurm" / "config.yaml") == run
+    stored = next((run.workdir / "slurm").glob("config-*.yaml"))
+    assert load(stored) == run
+    # Looking at another configuration does not change what jobs in the queue read.
+    submit(run.model_copy(update={"seed": 5}), profile(), dry_run=True)
+    assert load(stored) == run
 
 
 def test_notice_follows_the_measured_times(tmp_path: Path) -> None:

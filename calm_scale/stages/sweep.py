@@ -1,0 +1,134 @@
+"""Sweeps: one run for every combination of some values, sharing what the values do not change. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from calm_scale.config import ConfigError, RunConfig, load
+from launchers.slurm.layout import STAGES, Stage, stages_of
+
+MOST_RUNS = 1000
+_FIRST_STAGE: dict[str, Stage] = {
+    "vocab_size": "prep",
+    "tokenizer": "prep",
+    "prep": "prep",
+    "seed": "autoencoder",
+    "patch_size": "autoencoder",
+    "autoencoder": "autoencoder",
+    "lm": "lm",
+}
+"""The first stage of the chain that a section changes; sections that train nothing are not here."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A base run, whose stages are shared, and the runs that differ.
+
+    Attributes:
+        shared: stages that all runs have in common; the base run does them once.
+        own: stages that each run does for itself, in its folder below ``<workdir>/sweep``.
+    """
+
+    base: RunConfig
+    runs: tuple[RunConfig, ...]
+    shared: tuple[Stage, ...]
+    own: tuple[Stage, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where the runs lie."""
+        return self.base.workdir / "sweep"
+
+
+def plan_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> Sweep:
+    """The runs of ``--sweep KEY=A,B`` options: the grid of all of them.
+
+    Args:
+        path: the base run's file.
+        overrides: ``--set`` values of all runs.
+        sweeps: ``key.path=value,value,…``, one for each swept key.
+
+    Raises:
+        ConfigError: a text is not of that form, a key trains nothing or stands twice, or a run is not valid.
+    """
+    axes = [_axis(text) for text in sweeps]
+    keys = [key for key, _ in axes]
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"--sweep names a key twice: {', '.join(keys)}; give all its values in one")
+    base = load(path, overrides)
+    shared, own = _split(base, min((_first_stage(key) for key in keys), key=STAGES.index))
+    points = list(itertools.product(*(values for _, values in axes)))
+    if len(points) > MOST_RUNS:
+        raise ConfigError(f"this sweep has {len(points)} runs, more than {MOST_RUNS}")
+    runs = []
+    for point in points:
+        pairs = list(zip(keys, point, strict=True))
+        slug = "_".join(f"{_short(key, keys)}-{_plain(value)}" for key, value in pairs)
+        values = [f"{key}={value}" for key, value in pairs]
+        runs.append(_placed(load(path, [*overrides, *values]), base, slug, own))
+    names = [run.name for run in runs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"--sweep: values that look the same in a name: {', '.join(twice)}")
+    return Sweep(base, tuple(runs), shared, own)
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    key, separator, listed = text.partition("=")
+    values = [value.strip() for value in listed.split(",")]
+    if not separator or not key.strip() or not all(values):
+        raise ConfigError(
+            f"--sweep {text}: write it as key.path=value,value, e.g. lm.training.optimizer.lr=1e-4,2e-4"
+        )
+    if len(set(values)) < len(values):
+        raise ConfigError(f"--sweep {text}: a value stands twice")
+    return key.strip(), values
+
+
+def _first_stage(key: str) -> Stage:
+    section = key.split(".", maxsplit=1)[0]
+    if section not in _FIRST_STAGE:
+        raise ConfigError(f"--sweep {key}: changes nothing that is trained; sweep {', '.join(_FIRST_STAGE)}")
+    return _FIRST_STAGE[section]
+
+
+def _split(base: RunConfig, first: Stage) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    present = stages_of(base)
+    own = tuple(stage for stage in present if STAGES.index(stage) >= STAGES.index(first))
+    if not own:
+        raise ConfigError(f"--sweep: run {base.name} has no section for stage {first} or a later one")
+    return tuple(stage for stage in present if stage not in own), own
+
+
+def _placed(run: RunConfig, base: RunConfig, slug: str, own: Sequence[Stage]) -> RunConfig:
+    """The run under a name and in a folder of its own, using what it shares where the base run has it."""
+    lm, shares_autoencoder = run.lm, "autoencoder" not in own and run.autoencoder is not None
+    if lm is not None and lm.autoencoder is None and shares_autoencoder:
+        lm = lm.model_copy(update={"autoencoder": base.autoencoder_export})
+    return run.model_copy(
+        update={
+            "name": f"{base.name}-{slug}",
+            "workdir": base.workdir / "sweep" / slug,
+            "tokenizer": run.tokenizer.model_copy(update={"path": run.tokenizer.path or base.tokenizer_path}),
+            "data": None if "prep" in own else base.data_dir,
+            "lm": lm,
+        }
+    )
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """The last words of a key that tell it from the other ones."""
+    parts = key.split(".")
+    for length in range(1, len(parts) + 1):
+        tail = parts[-length:]
+        if sum(other.split(".")[-length:] == tail for other in keys) == 1:
+            return ".".join(tail)
+    return key
+
+
+def _plain(value: str) -> str:
+    """A value as it can stand in a name."""
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", value).replace("+", "").strip("-.") or "empty"
