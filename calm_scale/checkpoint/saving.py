@@ -8,7 +8,6 @@ together happens in ``advance``, which every rank calls once every rank is ``rea
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -19,6 +18,7 @@ from calm_scale.checkpoint.files import checksum, sync_folder
 from calm_scale.checkpoint.inventory import summary
 from calm_scale.checkpoint.layout import CARD, SHARDS, TMP, folder_name
 from calm_scale.checkpoint.manifest import FileEntry, FileList, share_by_size
+from calm_scale.runtime.background import Background
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World
@@ -34,33 +34,6 @@ class Work(Protocol):
     def wait(self) -> Any:
         """Blocks until done; raises what went wrong."""
         ...
-
-
-class Background:
-    """Work in a thread; ``wait`` gives its result or raises its error."""
-
-    def __init__(self, work: Callable[[], Any], name: str = "checkpoint") -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name=name)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:  # raised again by wait()
-            self._error = error
-
-    def done(self) -> bool:
-        """Finished or failed."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> Any:
-        """The result; raises what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 class Now:

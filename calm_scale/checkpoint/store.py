@@ -23,8 +23,9 @@ from calm_scale.checkpoint.inventory import Entry, examine, inventory, summary
 from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_name, step_folders, unfinished
 from calm_scale.checkpoint.manifest import FileList, changed_contents
 from calm_scale.checkpoint.retention import superfluous
-from calm_scale.checkpoint.saving import Background, Save, Work
+from calm_scale.checkpoint.saving import Save, Work
 from calm_scale.config.checkpoint import CheckpointConfig
+from calm_scale.runtime.background import Background
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World

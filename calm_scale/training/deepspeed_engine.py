@@ -21,9 +21,9 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.autoencoder.objective import SUMS, TrainingObjective, draw_noise, objective_value
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.base import CalmScaleError, ConfigError
+from calm_scale.runtime.background import Background
 from calm_scale.runtime.noise import PositionNoise
 from calm_scale.runtime.world import World
-from calm_scale.training.background import BackgroundWrite
 from calm_scale.training.deepspeed_config import deepspeed_config
 from calm_scale.training.engine import Batch, StepResult
 from calm_scale.training.zero_optimizer import build_optimizer
@@ -126,10 +126,10 @@ class DeepSpeedEngine:
         """Every rank writes its share of the fp32 weights and Adam moments (safetensors)."""
         self._state.write(directory, self._state.snapshot(), self._updates)
 
-    def save_async(self, directory: Path) -> BackgroundWrite:
+    def save_async(self, directory: Path) -> Background:
         """As ``save``, but only the copy to host memory happens now; writing goes on in a thread."""
         share, updates = self._state.snapshot(), self._updates
-        return BackgroundWrite(lambda: self._state.write(directory, share, updates))
+        return Background(lambda: self._state.write(directory, share, updates), "checkpoint-write")
 
     def load(self, directory: Path) -> None:
         """Load what any ZeRO stage on any number of ranks saved.

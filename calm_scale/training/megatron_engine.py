@@ -14,10 +14,12 @@ import torch.distributed as dist
 from calm_scale.autoencoder.frozen import FrozenAutoencoder
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.lm.background import BackgroundWrite, Staging
 from calm_scale.lm.build import build_models, language_model_stage
 from calm_scale.lm.model import CalmModel
+from calm_scale.lm.sharded import write_shards
+from calm_scale.lm.staging import Staging
 from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets, position_weights
+from calm_scale.runtime.background import Background
 from calm_scale.runtime.megatron import Layout, Ranks, initialize
 from calm_scale.runtime.noise import Namespace
 from calm_scale.training.engine import Batch, StepResult
@@ -191,7 +193,7 @@ class MegatronEngine:
         self._check_replicas_if_asked()
         save_training_state(self.models, self.optimizer, self.steps, self.layout, directory)
 
-    def save_async(self, directory: Path) -> BackgroundWrite:
+    def save_async(self, directory: Path) -> Background:
         """Copy this rank's shards now and write the copy in the background. Every rank calls it.
 
         The copy's CPU memory is kept for the next save; an earlier write must have ended. The checkpoint is the same
@@ -201,7 +203,12 @@ class MegatronEngine:
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo")
         shards = snapshot(self.models, self.optimizer, self.layout)
-        return BackgroundWrite(shards, plain_values(self.steps), directory, self._writers, self._staging)
+        copied, values, group = (
+            [self._staging.copy(s) for s in shards],
+            plain_values(self.steps),
+            self._writers,
+        )
+        return Background(lambda: write_shards(copied, values, directory, group), "checkpoint-write")
 
     def load(self, directory: Path) -> None:
         """Read weights and optimizer state, whatever layout wrote them.

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from calm_scale.runtime.background import Background
 from calm_scale.runtime.world import World
-from calm_scale.training.background import BackgroundWrite
 from calm_scale.training.engine import Batch, StepResult
 
 
@@ -119,9 +119,9 @@ class TinyEngine:
     def save(self, directory: Path) -> None:
         self._write(directory, self.state())
 
-    def save_async(self, directory: Path) -> BackgroundWrite:
+    def save_async(self, directory: Path) -> Background:
         state = self.state()
-        return BackgroundWrite(lambda: self._write(directory, state))
+        return Background(lambda: self._write(directory, state), "checkpoint-write")
 
     def load(self, directory: Path) -> None:
         state: dict[str, torch.Tensor] = {}
