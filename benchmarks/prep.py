@@ -39,6 +39,7 @@ from data_prep.tokenizer_spec import read_spec
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EOS = 128_001
+LARGE_MEGABYTES = 230.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Bench:
         self.core = sorted(os.sched_getaffinity(0))[0]
         self.model = arguments.tokenizer or self._fetch_tokenizer()
         self.packages = arguments.packages or self._fetch_gigatoken()
-        self.files = self._corpus(arguments.data, arguments.megabytes)
+        self.data = arguments.data
+        self.files = self.corpus(arguments.megabytes)
         self.tiny = [self._write(scratch / "tiny/0.jsonl.zst", ["a", "b", "c", "hello world " * 8000])]
         self.text_bytes = sum(len(t.encode()) for t in iterate_texts(self.files))
         self.definition = scratch / "tokenizer.json"
@@ -89,9 +91,9 @@ class Bench:
             stdout=sys.stderr,
         )
 
-    def _corpus(self, data: Path | None, megabytes: float) -> list[Path]:
-        """The sample, and distinct source files in files of 16 MB until there is enough text."""
-        files = sorted((data / "pile-sample").glob("*.jsonl.zst")) if data is not None else []
+    def corpus(self, megabytes: float) -> list[Path]:
+        """The sample, and distinct source files in files of 16 MB until there is enough text (or no more)."""
+        files = sorted((self.data / "pile-sample").glob("*.jsonl.zst")) if self.data is not None else []
         have = sum(len(t.encode()) for t in iterate_texts(files)) if files else 0
         texts: list[str] = []
         size = 0
@@ -109,7 +111,9 @@ class Bench:
                 size += len(text)
                 have += len(text)
             if size > 16e6 or have >= megabytes * 1e6:
-                files.append(self._write(self.scratch / f"corpus/{len(files):02d}.jsonl.zst", texts))
+                files.append(
+                    self._write(self.scratch / f"corpus-{megabytes:.0f}/{len(files):02d}.jsonl.zst", texts)
+                )
                 texts, size = [], 0
         return files
 
@@ -225,15 +229,15 @@ def against_tiktoken(bench: Bench) -> None:
 
 
 def two_workers(bench: Bench) -> None:
-    """Two workers on two cores against one on one, on the corpus thrice, so that the end, where one waits for the
-    other, weighs less (by the wall clock, whatever --clock says)."""
+    """Two workers on two cores against one on one, on a larger corpus, so that start and end, where one waits for
+    the other, weigh less (by the wall clock, whatever --clock says)."""
     if bench.cpu:
         print("prep_two_workers: skipped, it needs the wall clock", flush=True)
         return
     if len(os.sched_getaffinity(0)) < 2:
         print("prep_two_workers: skipped, one core", flush=True)
         return
-    files = bench.thrice()
+    files = bench.corpus(LARGE_MEGABYTES)
     pairs = [(bench.prep(files), bench.prep(files, workers=2, pinned=False)) for _ in range(bench.repeats)]
     say("prep_two_workers", statistics.median(one.steady_seconds / two.steady_seconds for one, two in pairs))
 
