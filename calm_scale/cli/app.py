@@ -7,6 +7,7 @@ Exit codes: 0 done · 1 the work failed · 2 a mistake in what was asked (config
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import warnings
 
@@ -51,6 +52,7 @@ def main() -> None:
     """Run a command; a user's mistake, or a file that will not have it, is one message, never a traceback."""
     for told_elsewhere in ("Transformer Engine and Apex are not installed", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=f".*{told_elsewhere}")
+    _write_plainly_under_mpirun()
     try:
         app()
     except ConfigError as error:
@@ -73,6 +75,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("\ncalm-scale: interrupted\n")
         sys.exit(130)
+
+
+def _write_plainly_under_mpirun() -> None:
+    """mpirun gives its ranks a terminal of its own, whatever its output really goes to: a log must not hold colours."""
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich's word for it
 
 
 def _complain(error: CalmScaleError) -> None:

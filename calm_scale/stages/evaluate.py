@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress
 
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
+from calm_scale.stages.progress import shown
 from calm_scale.stages.splits import open_split
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def run_evaluation(
         opened = open_model(config, world, step, tensor)
         crew = world if tensor == 1 else Teams(world, tensor)
         console = Console(quiet=not world.is_first)
-        total = min(len(dataset), config.evaluation.max_sequences or len(dataset))
-        with Progress(console=console, disable=not (world.is_first and console.is_terminal)) as progress:
-            task = progress.add_task("BrierLM", total=total)
+        with shown("BrierLM", console) as on_sequence:
             result = evaluate(
                 TemperedModel(opened.model, config.evaluation.algorithm, config.evaluation),
                 dataset,
@@ -55,7 +53,7 @@ def run_evaluation(
                 pad_id=dataset.manifest.pad_id,
                 provenance=opened.provenance(dataset.fingerprint),
                 crew=crew,
-                on_sequence=lambda done, of: progress.update(task, completed=done, total=of),
+                on_sequence=on_sequence,
             )
         if world.is_first:
             path = json_file or config.workdir / "eval" / f"step_{opened.card.step:08d}.json"
