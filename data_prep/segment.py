@@ -144,7 +144,7 @@ def run_segment(
                 notes.update(block.notes)
                 rejected += [Bad(b.line, b.kind, b.raw[:_KEPT_BYTES]) for b in block.bad]
                 on_block(block, tokens)
-        if segment and not record.read:
+        if segment and not record.read and reader.ended:
             _discard(sinks)
             return None
         record.splits = {sink.split.name: sink.seal() for sink in sinks}

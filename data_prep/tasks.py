@@ -125,7 +125,7 @@ class HashTask:
             if self._plan.prep.on_corrupt_file != "quarantine":
                 raise
             digests = []
-        if segment and not read:
+        if segment and not read and last:
             return None
         hashes = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
         HashFile(self._journal, item, segment).write(hashes, last=last)

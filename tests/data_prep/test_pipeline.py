@@ -216,6 +216,19 @@ def test_a_truncated_file_stops_the_run_or_is_left_out(
     assert "truncated" in str(raw["corrupt_inputs"])
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.zst"])
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_a_document_longer_than_several_segments_hides_nothing_behind_it(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, suffix: str, deduplicate: bool
+) -> None:
+    texts = [*kit.make_texts(20), "long " * 6000, *kit.make_texts(20, seed=1), "last " * 6000]
+    path = kit.write_lines(tmp_path / f"a.{suffix}", texts)
+    config = make_config(path, segment_megabytes=0.005, sequence_length=8, deduplicate=deduplicate)
+    report = run(config)
+    assert (report.documents["kept"], report.tokens["bos"]) == (42, 42)
+    assert texts[20].startswith(texts_of(config, kit)[20][:29000])
+
+
 def test_empty_documents_leave_no_trace(
     tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace
 ) -> None:
