@@ -78,8 +78,17 @@ def facts(
 
 
 def port_candidates(env: Mapping[str, str] | None = None, count: int = ports.NUM_CANDIDATES) -> list[int]:
-    """Ports all ranks of this step agree on, in the order to try when one is taken."""
-    return ports.candidates(_identity(os.environ if env is None else env), count)
+    """Ports all ranks of this step agree on, in the order to try when one is taken: the chosen one first."""
+    env = os.environ if env is None else env
+    chosen = _port(env, MASTER_PORT)
+    others = [port for port in ports.candidates(_shared_identity(env), count) if port != chosen]
+    return [chosen, *others][:count]
+
+
+def world_identity(env: Mapping[str, str] | None = None) -> str:
+    """A word that the ranks of this world share and others do not."""
+    env = os.environ if env is None else env
+    return f"{_shared_identity(env)}:{_port(env, MASTER_PORT)}"
 
 
 def _decide(env: Mapping[str, str]) -> Claim:
@@ -166,20 +175,20 @@ def _port(env: Mapping[str, str], name: str) -> int:
     """The port a launcher chose, else one derived from what the ranks share."""
     text = env.get(name)
     if text is None:
-        return ports.candidates(_identity(env), 1)[0]
+        return ports.candidates(_shared_identity(env) or str(os.getpid()), 1)[0]
     if not (text.isdigit() and 0 < int(text) < 65_536):
         raise LaunchError(f"environment variable {name} is {text!r}, not a port number")
     return int(text)
 
 
-def _identity(env: Mapping[str, str]) -> str:
-    """What the ranks of one world share: the step, or MPI's own job name, or this process."""
+def _shared_identity(env: Mapping[str, str]) -> str:
+    """What the ranks of one world share: the step, or MPI's own job name; empty where nothing says."""
     if job := env.get("SLURM_JOB_ID"):
         return f"{job}.{env.get('SLURM_STEP_ID', '')}.{env.get('SLURM_RESTART_COUNT', '0')}"
     for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID", "HYDI_CONTROL_FD"):
         if name in env:
             return env[name]
-    return str(os.getpid())
+    return ""
 
 
 def _refuse_unreachable(address: str, resolve: Callable[[str], str | None], claim: Claim) -> None:

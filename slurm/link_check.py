@@ -13,14 +13,14 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from calm_scale.runtime.world import init_world
 from launchers.environment import RankFacts, facts
 from launchers.hostlist import expand
 
-JOIN_SECONDS = 90
+COLLECTIVE_SECONDS = 90.0
 REPEATS = 3
 Link = tuple[int, int]
 
@@ -59,26 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=int, default=256)
     options = parser.parse_args(arguments)
     me = facts()
-    import torch
-    import torch.distributed as dist
-
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(me.local_rank)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"tcp://{me.master_addr}:{me.master_port}",
-        rank=me.rank,
-        world_size=me.world_size,
-        timeout=timedelta(seconds=JOIN_SECONDS),
-    )
-    device = torch.device("cuda", me.local_rank) if cuda else torch.device("cpu")
-    everyone: list[Any] = [None] * me.world_size
-    dist.all_gather_object(everyone, me.node_rank)
-    measured = _measure(me, everyone, device, options.megabytes if cuda else min(options.megabytes, 16))
-    results: list[Any] = [None] * me.world_size
-    dist.all_gather_object(results, measured)
-    dist.destroy_process_group()
+    world = init_world(timeout_seconds=COLLECTIVE_SECONDS)
+    cuda = world.device.type == "cuda"
+    everyone = world.gather_objects(me.node_rank)
+    measured = _measure(me, everyone, world.device, options.megabytes if cuda else min(options.megabytes, 16))
+    results = world.gather_objects(measured)
+    world.close()
     return _report(results, options.folder) if me.rank == 0 else 0
 
 

@@ -7,15 +7,16 @@ collectives and needs no GPU.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from calm_scale.config.base import CalmScaleError
 from calm_scale.runtime.threads import threads_per_rank
-from launchers import environment
+from launchers import environment, meeting
 from launchers.environment import RankFacts
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 JOIN_SECONDS = 60.0
 """A rank that has not shown up by then is named; a wrong world size must not wait for ever."""
+
+
+_PORT_IS_OURS = ("slurm", "mpi")
+"""Launchers that give the ranks no meeting point; the others (torchrun, our local one) see to it themselves."""
 
 
 class WorldError(CalmScaleError):
@@ -141,14 +146,50 @@ def _join(facts: RankFacts, backend: str, timeout: timedelta) -> Any:
                 f"a process group of {dist.get_world_size()} exists, the launcher says {facts.world_size} ranks"
             )
     else:
-        _tell_libraries(facts)
-        meeting = rendezvous("env://", rank=facts.rank, world_size=facts.world_size, timeout=join)
-        store, rank, world_size = next(iter(meeting))
+        if facts.launcher in _PORT_IS_OURS:
+            store, rank, world_size = _meet(facts, join), facts.rank, facts.world_size
+        else:
+            _tell_libraries(facts)
+            found = rendezvous("env://", rank=facts.rank, world_size=facts.world_size, timeout=join)
+            store, rank, world_size = next(iter(found))
         store.set_timeout(join)
         _roll_call(store, rank, world_size)
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _meet(facts: RankFacts, join: timedelta) -> Any:
+    """A store on the first candidate port that rank 0 can take; every rank finds it there within a minute."""
+    import torch.distributed as dist
+
+    candidates, identity = environment.port_candidates(), environment.world_identity()
+    descriptor = None
+    if facts.rank == 0:
+        listener = meeting.take_port(candidates)
+        port = int(listener.getsockname()[1])
+        if port != candidates[0]:
+            sys.stderr.write(f"port {candidates[0]} is taken on this node: meeting on {port}\n")
+        meeting.welcome(listener, identity, facts.world_size, join.total_seconds())
+        descriptor = listener.detach()  # from here on the store's
+    else:
+        port = meeting.find_port(facts.master_addr, candidates, identity, facts.rank, join.total_seconds())
+    _tell_libraries(replace(facts, master_port=port))
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            facts.master_addr,
+            port,
+            facts.world_size,
+            is_master=facts.rank == 0,
+            timeout=join,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    except RuntimeError as error:
+        raise WorldError(
+            f"rank {facts.rank} found rank 0 on port {port} of {facts.master_addr}, but it left before the ranks were "
+            f"together; its log says why ({error})"
+        ) from None
 
 
 def _tell_libraries(facts: RankFacts) -> None:
