@@ -18,6 +18,7 @@ from calm_scale.config import RunConfig
 from calm_scale.config.base import ConfigError
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from data_prep.errors import PrepError
+from data_prep.estimate import BYTES_PER_SECOND, BYTES_PER_TOKEN, SHARD_OVERHEAD
 from data_prep.inputs import Input, list_inputs
 from data_prep.shards import token_dtype
 from data_prep.tokenizer import Tokenizer
@@ -25,8 +26,6 @@ from data_prep.tokenizer import Tokenizer
 _MEGABYTE = 1_000_000
 _SMALLEST_SEGMENT = 8 * _MEGABYTE
 _TYPICAL_SEGMENTS = 64
-_BYTES_PER_TOKEN = 4.0
-_BYTES_PER_SECOND = 60e6
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Plan:
     @property
     def disk_bytes(self) -> int:
         """Estimated bytes of shards."""
-        return int(self.text_bytes / _BYTES_PER_TOKEN * np.dtype(self.dtype).itemsize * 1.05)
+        return int(self.text_bytes / BYTES_PER_TOKEN * np.dtype(self.dtype).itemsize * SHARD_OVERHEAD)
 
     def show(self, console: Console | None = None) -> None:
         """Print the plan: inputs, disk and time (at 60 MB/s a worker)."""
@@ -94,13 +93,13 @@ class Plan:
                 name, f"{len(mine):,}", f"{size / 1e6:,.1f} MB", f"{text / 1e6:,.1f} MB", f"{source.weight:g}"
             )
         console.print(table)
-        minutes = self.text_bytes / (_BYTES_PER_SECOND * self.prep.workers) / 60
+        minutes = self.text_bytes / (BYTES_PER_SECOND * self.prep.workers) / 60
         segments = sum(self.expected_segments(item) for item in self.inputs)
         console.print(
             f"splits: {', '.join(f'{s.name} {s.high - s.low:.4g}' for s in self.splits)} · packing: "
             f"{self.prep.packing} · sequences of {self.prep.sequence_length:,} {self.dtype} ids, K-aligned to "
             f"{self.prep.alignment}\n"
-            f"about {self.text_bytes / _BYTES_PER_TOKEN / 1e6:,.1f} M tokens, {self.disk_bytes / 1e9:,.3f} GB of "
+            f"about {self.text_bytes / BYTES_PER_TOKEN / 1e6:,.1f} M tokens, {self.disk_bytes / 1e9:,.3f} GB of "
             f"shards in about {segments:,} segments of {self.segment_bytes / 1e6:,.1f} MB, "
             f"{minutes:,.1f} minutes with {self.prep.workers} worker(s)"
         )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from calm_scale.accounting import hardware
-from calm_scale.config import RunConfig, load_as
+from calm_scale.config import ConfigError, RunConfig, load_as
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.dry_run import stage_plan
 from calm_scale.stages.run_folder import runs_in
+from calm_scale.stages.run_plan import disk_needs, lack_of_space, look_at_text, run_plan
 from calm_scale.stages.sweep import Sweep
 from launchers.slurm.cancel import cancel
+from launchers.slurm.layout import Stage, StageShape, shape_of, stages_of
 from launchers.slurm.submit import StageJob, Submission, submit, submit_sweep
 
 
@@ -22,6 +26,7 @@ def submit_run(config: RunConfig, config_path: Path, cluster_path: Path, *, dry_
     """Write the job scripts, print what they ask for, and queue what is missing unless ``dry_run``."""
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
+    _plan(console, config, stages_of(config), cluster, dry_run)
     submission = submit(config, cluster, config_path, dry_run=dry_run)
     _show(console, submission, config, cluster)
     _say_what_next(console, config.workdir, dry_run)
@@ -32,6 +37,7 @@ def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry
     """The same for a sweep: what its runs share as jobs of the base run, the rest as job arrays, a task a run."""
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
+    _plan(console, sweep.base, sweep.shared, cluster, dry_run, sweep)
     last = None
     if sweep.shared:
         base = submit(sweep.base, cluster, config_path, dry_run=dry_run, stages=sweep.shared)
@@ -52,9 +58,45 @@ def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry
     return EXIT_OK
 
 
+def _plan(
+    console: Console,
+    config: RunConfig,
+    stages: Sequence[Stage],
+    cluster: ClusterConfig,
+    dry_run: bool,
+    sweep: Sweep | None = None,
+) -> None:
+    """Print the whole run (a sweep: the shared stages and those of its runs).
+
+    Raises:
+        ConfigError: a disk is too small (a dry run says so and goes on).
+    """
+    each, text = cluster.eval_each_checkpoint, look_at_text(config)
+    needs, shapes = disk_needs(config, stages, text, each_checkpoint=each), _shapes(config, stages, cluster)
+    if sweep is not None:
+        needs += [
+            need for run in sweep.runs for need in disk_needs(run, sweep.own, text, each_checkpoint=each)
+        ]
+        shapes |= _shapes(sweep.runs[0], sweep.own, cluster)
+    console.print(run_plan(config, shapes, text, needs, _chip(cluster)))
+    if problem := lack_of_space(needs):
+        if not dry_run:
+            raise ConfigError(problem)
+        console.print(Text(f"would be refused: {problem}", style="red"), soft_wrap=True)
+
+
+def _shapes(config: RunConfig, stages: Sequence[Stage], cluster: ClusterConfig) -> dict[Stage, StageShape]:
+    return {stage: shape_of(config, cluster, stage) for stage in stages}
+
+
+def _chip(cluster: ClusterConfig) -> hardware.Device | None:
+    return next((chip for chip in hardware.DEVICES if chip.key == cluster.gpu_type), None)
+
+
 def _show(console: Console, submission: Submission, config: RunConfig, cluster: ClusterConfig) -> None:
     console.print(_table(submission, cluster))
-    gpu = cluster.gpu_type if cluster.gpu_type in {chip.key for chip in hardware.DEVICES} else None
+    chip = _chip(cluster)
+    gpu = chip.key if chip is not None else None
     for job in submission.jobs:
         if job.stage in ("autoencoder", "lm"):
             console.print(stage_plan(config, job.stage, job.shape.num_tasks, gpu, job.shape.nodes))

@@ -1,0 +1,129 @@
+"""What `submit` says of the whole run before anything is queued, and the disk that is too small."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from calm_scale.cli.app import app
+from calm_scale.config import ConfigError, RunConfig, load, load_as
+from calm_scale.config.cluster import ClusterConfig
+from calm_scale.stages import run_plan as room
+from calm_scale.stages.run_plan import disk_needs, lack_of_space, look_at_text, run_plan
+from data_prep.bpe import train_bpe
+from data_prep.estimate import estimate
+from launchers.slurm.layout import shape_of, stages_of
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    """A run over 100 documents of 80 bytes, its profile beside it."""
+    lines = [json.dumps({"text": f"{number:04d} " + "word " * 15}) for number in range(100)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    training = {
+        "steps": 10,
+        "global_batch": 4,
+        "precision": "fp32",
+        "checkpoint": {"interval": 5, "keep_last": 2},
+    }
+    values = {
+        "name": "planned",
+        "workdir": str(tmp_path / "run"),
+        "vocab_size": 300,
+        "patch_size": 2,
+        "prep": {
+            "sources": [{"paths": [str(tmp_path / "text.jsonl")]}],
+            "splits": {"heldout": 0.1, "autoencoder": 0.2},
+            "sequence_length": 32,
+        },
+        "autoencoder": {"split": "autoencoder", "patches": 16, "training": training, "zero": {"data": 2}},
+        "lm": {
+            "backbone": {"num_layers": 2, "hidden_size": 16, "ffn_size": 32, "num_heads": 2, "positions": 16},
+            "head": {"kind": "energy"},
+            "training": training,
+            "parallel": {"tensor": 2, "data": 1},
+        },
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "cluster.yaml").write_text("name: tiny\ncpus_per_node: 4\ngpu_type: h100\n")
+    return tmp_path / "run.yaml"
+
+
+def rows(config: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
+    shapes = {stage: shape_of(config, cluster, stage) for stage in stages_of(config)}
+    text = look_at_text(config)
+    chip = room.hardware.device("h100")
+    table = run_plan(config, shapes, text, disk_needs(config, stages_of(config), text), chip)
+    names, values = (list(column.cells) for column in table.columns)
+    return dict(zip(map(str, names), map(str, values), strict=True))
+
+
+def test_text_tokens_hours_and_disk_are_in_one_table(document: Path) -> None:
+    config = load(document)
+    found = rows(config, load_as(ClusterConfig, document.with_name("cluster.yaml")))
+    assert "1 inputs" in found["text"]
+    size = sum(len(json.loads(line)["text"]) for line in document.with_name("text.jsonl").open())
+    documents = int(found["text"].split("about ")[1].split(" ")[0])
+    assert documents == pytest.approx(100, rel=0.3), "from their mean length; the file holds some JSON too"
+    assert "4.00 bytes each (assumed: no tokenizer to ask)" in found["its tokens"]
+    assert "on 4 workers" in found["time of prep"]
+    tokens = estimate(config).tokens
+    assert tokens == pytest.approx(size / 4, rel=0.3)
+    assert f"1,280 needed, {tokens * 0.2:,.0f} available" in found["tokens of autoencoder"]
+    assert f"1,280 needed, {tokens * 0.7:,.0f} available" in found["tokens of lm"]
+    assert "GPU-hours" in found["training at 40% MFU"]
+    assert any(name.startswith("disk: lm, 3 checkpoints of") for name in found)
+    assert "free on" in found["disk in all"]
+
+
+def test_inputs_that_only_the_nodes_see_are_no_error(document: Path) -> None:
+    config = load(document, ["prep.sources=[{paths: [/nowhere/*.jsonl]}]"])
+    found = rows(config, load_as(ClusterConfig, document.with_name("cluster.yaml")))
+    assert "not seen from here" in found["text"]
+    assert "not known yet" in found["tokens of lm"]
+
+
+def test_data_that_end_before_the_steps_are_pointed_out(document: Path) -> None:
+    config = load(document, ["lm.training.end_of_data=stop", "lm.training.steps=1000"])
+    found = rows(config, load_as(ClusterConfig, document.with_name("cluster.yaml")))
+    assert "THE DATA ENDS BEFORE THE STEPS" in found["tokens of lm"]
+
+
+def test_a_disk_too_small_is_refused_and_what_is_there_counts(
+    document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(document)
+    needs = disk_needs(config, stages_of(config), look_at_text(config))
+    wanted = sum(need.bytes_in_all for need in needs)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(1, 1, wanted - 1))
+    assert "are free, this run still writes" in lack_of_space(needs)
+    (config.workdir / "lm").mkdir(parents=True)
+    (config.workdir / "lm" / "there").write_bytes(b"x" * 1000)
+    assert lack_of_space(disk_needs(config, stages_of(config), look_at_text(config))) == ""
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(1, 1, 1000))
+    command = ["submit", str(document), "--cluster", str(document.with_name("cluster.yaml"))]
+    with pytest.raises(ConfigError, match="Free some space"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+    assert not (config.workdir / "slurm").exists(), "refused before a script is written or a job queued"
+    dry = CliRunner().invoke(app, [*command, "--dry-run"], catch_exceptions=False)
+    assert dry.exit_code == 0
+    assert "would be refused" in dry.output
+
+
+def test_a_tokenizer_is_asked_where_there_is_one(document: Path) -> None:
+    from tokenizers import Tokenizer
+
+    path, text = document.with_name("tokenizer.json"), document.with_name("text.jsonl")
+    train_bpe([text], 300, path)
+    found = estimate(load(document, [f"tokenizer.path={path}"]))
+    texts = [json.loads(line)["text"] for line in text.open()]
+    tokens = sum(1 + len(Tokenizer.from_file(str(path)).encode(one).ids) for one in texts)  # one: BOS
+    assert found.sampled
+    assert found.bytes_per_token == pytest.approx(sum(map(len, texts)) / tokens)
