@@ -1,4 +1,7 @@
-"""Job scripts from the Jinja templates in ``slurm/``: every value is shell-quoted unless a template says `raw`."""
+"""Job scripts from the Jinja templates in ``slurm/``: every value is shell-quoted unless a template says `raw`.
+
+``launchers/slurm/scripts`` is a link to ``slurm/``, so that an installed package carries the templates too.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from calm_scale.config.cluster import ClusterConfig
 from launchers.errors import LaunchError
 from launchers.slurm.layout import StageShape
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "slurm"
+TEMPLATES = (Path(__file__).parent / "scripts").resolve()
 # sbatch expands `%j` and refuses backslashes in file names; a line break would end a directive.
 _UNSAFE_IN_PATHS = "%\\\n\r\"'"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import yaml
 
-import calm_scale
 from calm_scale.config import RunConfig, load
 from calm_scale.stages.demo.commands import DemoError
 
@@ -92,12 +91,5 @@ class DemoFolder:
 
 
 def presets() -> Path:
-    """The checkout's configs/demo.
-
-    Raises:
-        DemoError: this is an installation without the checkout's configs.
-    """
-    folder = Path(calm_scale.__file__).resolve().parents[1] / "configs" / "demo"
-    if not folder.is_dir():
-        raise DemoError(f"{folder} is missing: run the demo from a checkout (`make demo`)")
-    return folder
+    """The folder ``configs/demo``, which a link carries into the installed package."""
+    return (Path(__file__).parent / "presets").resolve()
