@@ -56,7 +56,7 @@ class ShardDataset:
             path = self.split_dir / entry.name
             header = ColdShard(path).header if entry.compressed else read_header(path)
             _check(self.manifest, entry, header)
-        self._partial = partial
+        self.partial = partial
         self._counts = [self._num_samples(entry) for entry in self.manifest.shards]
         self._starts = [0, *accumulate(self._counts)]
         self._maps: list[_Samples | None] = [None] * len(self.manifest.shards)
@@ -70,7 +70,7 @@ class ShardDataset:
     def __getitem__(self, index: int) -> NDArray[np.unsignedinteger]:
         """Sample ``index`` as a read-only view [tokens_per_sample] of uint16 or uint32 ids (a partial one: shorter)."""
         sample = self._filled(index)
-        if not self._partial:
+        if not self.partial:
             return sample
         shard = self._shard_at(index)
         if index == self._starts[shard + 1] - 1:
@@ -129,7 +129,7 @@ class ShardDataset:
     def _num_samples(self, entry: ShardEntry) -> int:
         """Samples of a shard that hold text; whole ones only, unless partial ones are served."""
         return (
-            self._real_tokens(entry) + self._partial * (self.tokens_per_sample - 1)
+            self._real_tokens(entry) + self.partial * (self.tokens_per_sample - 1)
         ) // self.tokens_per_sample
 
     def _real_tokens(self, entry: ShardEntry) -> int:

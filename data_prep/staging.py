@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.cold import open_cold
+import numpy as np
+
 from data_prep.errors import ShardError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
-from data_prep.shards import checksum_of, read_header
+from data_prep.shards import HEADER_BYTES
+from data_prep.verify import shard_problems
 
 Fetch = Callable[[str, Path], None]
+_STREAMS = 4
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What one staging did: bytes copied, shards found right as they were, seconds."""
+
+    place: Path
+    num_bytes: int
+    num_kept: int
+    seconds: float
 
 
 def copy_file(name: str, target: Path) -> None:
@@ -20,55 +37,78 @@ def copy_file(name: str, target: Path) -> None:
     shutil.copyfile(name, target)
 
 
-def stage_split(origin: str | Path, local_dir: Path, fetch: Fetch = copy_file) -> Path:
-    """Bring the split at ``origin`` to ``local_dir`` and return ``local_dir``.
+def stage_split(origin: str | Path, local_dir: Path, fetch: Fetch = copy_file) -> Staged:
+    """Bring the split at ``origin`` to ``local_dir``.
 
     ``fetch(name, target)`` copies one file, ``name`` being ``origin/<file>``: pass one that reads an object store
-    to stage from there. Files already there with the right checksum are kept; the manifest comes last, so a
-    folder with one is complete. Every process of a node may call this: one copies, the others wait.
+    to stage from there (it is called by four threads). Every shard's checksum is checked, also of those that are
+    there already, which are kept when right; the manifest comes last, so a folder with one is complete. Every
+    process of a node may call this: one copies, the others wait.
 
     Raises:
-        ShardError: a fetched shard does not have its checksum.
+        ShardError: a fetched shard does not have its checksum, or the local disk has no room.
     """
-    local_dir.mkdir(parents=True, exist_ok=True)
-    with (local_dir / ".stage.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        fetched = local_dir / f"{MANIFEST_NAME}.fetched"
-        fetch(f"{origin}/{MANIFEST_NAME}", fetched)
-        if (local_dir / MANIFEST_NAME).exists() and fetched.read_bytes() == (
-            local_dir / MANIFEST_NAME
-        ).read_bytes():
-            fetched.unlink()
-            return local_dir
-        (local_dir / MANIFEST_NAME).unlink(missing_ok=True)
-        trial = local_dir / ".manifest"
-        trial.mkdir(exist_ok=True)
-        fetched.replace(trial / MANIFEST_NAME)
-        for entry in Manifest.read(trial).shards:
-            _stage(f"{origin}/{entry.name}", local_dir / entry.name, entry, fetch)
-        (trial / MANIFEST_NAME).replace(local_dir / MANIFEST_NAME)
-        trial.rmdir()
-    return local_dir
-
-
-def _stage(name: str, target: Path, entry: ShardEntry, fetch: Fetch) -> None:
-    if target.exists() and _is_right(target, entry):
-        return
-    part = target.with_name(target.name + ".part")
-    fetch(name, part)
-    part.replace(target)
-    if not _is_right(target, entry):
-        target.unlink()
-        raise ShardError(f"{name} arrived damaged (its checksum is not {entry.checksum}); copy it again")
-
-
-def _is_right(path: Path, entry: ShardEntry) -> bool:
+    started = time.monotonic()
     try:
-        if entry.compressed:
-            header, _ = open_cold(path)
-            return f"{header.checksum:016x}" == entry.checksum
-        return f"{read_header(path).checksum:016x}" == entry.checksum and checksum_of(path) == int(
-            entry.checksum, 16
+        local_dir.mkdir(parents=True, exist_ok=True)
+        with (local_dir / ".stage.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            num_kept, num_bytes = _bring(str(origin), local_dir, fetch)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ShardError(
+                f"{local_dir}: the disk is full; free some space, or stage to another one"
+            ) from None
+        raise ShardError(f"{error.filename or local_dir}: {error.strerror or error}") from None
+    return Staged(local_dir, num_bytes, num_kept, time.monotonic() - started)
+
+
+def _bring(origin: str, local_dir: Path, fetch: Fetch) -> tuple[int, int]:
+    """Shards kept and bytes copied."""
+    trial = local_dir / ".manifest"
+    trial.mkdir(exist_ok=True)
+    fetch(f"{origin}/{MANIFEST_NAME}", trial / MANIFEST_NAME)
+    manifest = Manifest.read(trial)
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        right = list(pool.map(lambda entry: _is_right(local_dir, manifest, entry), manifest.shards))
+        missing = [entry for entry, fits in zip(manifest.shards, right, strict=True) if not fits]
+        if missing:
+            (local_dir / MANIFEST_NAME).unlink(missing_ok=True)
+            _refuse_full(local_dir, manifest, missing)
+        sizes = list(pool.map(lambda entry: _copy(origin, local_dir, manifest, entry, fetch), missing))
+    (trial / MANIFEST_NAME).replace(local_dir / MANIFEST_NAME)
+    trial.rmdir()
+    return len(manifest.shards) - len(missing), sum(sizes)
+
+
+def _is_right(folder: Path, manifest: Manifest, entry: ShardEntry) -> bool:
+    return (folder / entry.name).exists() and not shard_problems(folder, manifest, entry)
+
+
+def _refuse_full(local_dir: Path, manifest: Manifest, missing: list[ShardEntry]) -> None:
+    """Raises ShardError before anything is copied in vain (the size of a compressed shard is not known here)."""
+    row = manifest.sequence_length * np.dtype(manifest.dtype).itemsize
+    need = sum(HEADER_BYTES + entry.num_sequences * row for entry in missing if not entry.compressed)
+    free = shutil.disk_usage(local_dir).free
+    if need > free:
+        raise ShardError(
+            f"{local_dir}: {need / 1e9:,.3f} GB are still to be copied, {free / 1e9:,.3f} GB are free: free some "
+            "space, stage to another disk, or read the shards where they are"
         )
-    except ShardError:
-        return False
+
+
+def _copy(origin: str, local_dir: Path, manifest: Manifest, entry: ShardEntry, fetch: Fetch) -> int:
+    target = local_dir / entry.name
+    part = target.with_name(target.name + ".part")
+    try:
+        fetch(f"{origin}/{entry.name}", part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    if not _is_right(local_dir, manifest, entry):
+        target.unlink()
+        raise ShardError(
+            f"{origin}/{entry.name} arrived damaged (its checksum is not {entry.checksum}); check it with "
+            "`calm-scale prep verify`"
+        )
+    return target.stat().st_size

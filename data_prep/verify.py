@@ -47,10 +47,7 @@ def verify_split(
         found.problems.append(str(error))
         return found
     for done, entry in enumerate(manifest.shards, 1):
-        try:
-            found.problems += _shard_problems(split_dir, manifest, entry)
-        except (ShardError, OSError) as error:
-            found.problems.append(str(error))
+        found.problems += shard_problems(split_dir, manifest, entry)
         found.num_shards += 1
         found.num_tokens += entry.num_sequences * manifest.sequence_length
         on_shard(done, len(manifest.shards))
@@ -106,7 +103,15 @@ def _manifest_problems(manifest: Manifest) -> list[str]:
     return problems
 
 
-def _shard_problems(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+def shard_problems(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+    """What is wrong with one shard: reads all of it, in pieces."""
+    try:
+        return _problems_inside(split_dir, manifest, entry)
+    except (ShardError, OSError) as error:
+        return [str(error)]
+
+
+def _problems_inside(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
     path = split_dir / entry.name
     if entry.compressed:
         header, pieces = open_cold(path)

@@ -30,6 +30,7 @@ _RULES: tuple[tuple[str, Verdict], ...] = (
     ("name", "safe"),
     ("workdir", "safe"),
     ("data", "safe"),
+    ("reading.*", "safe"),
     ("tokenizer.*", "safe"),
     ("prep", "safe"),
     ("prep.*", "safe"),

@@ -61,6 +61,19 @@ class SplitConfig(Section):
         return self
 
 
+class ReadingConfig(Section):
+    """How training and evaluation read prepared splits.
+
+    ``stage_to`` names node-local storage (``$SLURM_TMPDIR/calm``, ``/local/scratch``): each node first copies its
+    split there, once, every checksum checked. Without it ``check: full`` reads every shard once before the first
+    step, the ranks sharing the work, ``headers`` only headers and sizes, and ``auto`` is full where that is at most
+    4 GB a rank (some seconds).
+    """
+
+    stage_to: str | None = None
+    check: Literal["auto", "headers", "full"] = "auto"
+
+
 class PrepConfig(Section):
     """Text → token ids → packed sequences → shards and a manifest.
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.base import Section, Seed
-from calm_scale.config.data import PrepConfig, TokenizerConfig
+from calm_scale.config.data import PrepConfig, ReadingConfig, TokenizerConfig
 from calm_scale.config.evaluation import EvaluationConfig, GenerationConfig
 from calm_scale.config.lm import LMStage
 from calm_scale.config.logging import LoggingConfig
@@ -28,6 +28,7 @@ class RunConfig(Section):
     patch_size: int = Field(default=4, gt=0)
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: Path | None = None
+    reading: ReadingConfig = ReadingConfig()
     prep: PrepConfig | None = None
     autoencoder: AutoencoderStage | None = None
     lm: LMStage | None = None

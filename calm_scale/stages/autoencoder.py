@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.world import World, init_world
 from calm_scale.stages.launch import autoencoder_section
+from calm_scale.stages.readiness import make_ready
 from calm_scale.stages.splits import open_if_prepared, open_split
 from calm_scale.stages.training import run_loop
 from calm_scale.training.loop import Outcome
@@ -29,6 +31,8 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
     world = init_world()
     try:
+        train = make_ready(config, train, world)
+        heldout = make_ready(config, heldout, world) if heldout is not None else None
         from calm_scale.training.deepspeed_engine import DeepSpeedEngine
 
         engine = DeepSpeedEngine(
@@ -61,10 +65,11 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
 
 
 def _store_deepspeed_config(config: RunConfig, engine: DeepSpeedEngine) -> None:
-    """The DeepSpeed JSON in use, beside the checkpoints: `autoencoder/deepspeed.json`."""
+    """The DeepSpeed JSON in use, printed and beside the checkpoints: `autoencoder/deepspeed.json`."""
     path = config.workdir / "autoencoder" / "deepspeed.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(engine.config, indent=2) + "\n", encoding="utf-8")
+    print(f"[autoencoder] DeepSpeed runs with {path}: {json.dumps(engine.config)}", file=sys.stderr, flush=True)
 
 
 def _export(

@@ -15,6 +15,7 @@ from calm_scale.runtime.world import init_world
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
 from calm_scale.stages.progress import shown
+from calm_scale.stages.readiness import make_ready
 from calm_scale.stages.splits import open_split
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def run_evaluation(
     dataset = open_split(config, config.evaluation.split, block, partial=True)
     world = init_world()
     try:
+        dataset = make_ready(config, dataset, world)
         opened = open_model(config, world, step, tensor)
         crew = world if tensor == 1 else Teams(world, tensor)
         console = Console(quiet=not world.is_first)

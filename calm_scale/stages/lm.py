@@ -9,6 +9,7 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.launch import lm_section
+from calm_scale.stages.readiness import make_ready
 from calm_scale.stages.splits import open_if_prepared, open_split
 from calm_scale.stages.training import run_loop
 from data_prep.reading import ShardDataset
@@ -29,6 +30,8 @@ def train_lm(config: RunConfig, accept: Sequence[str] = ()) -> int:
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
     world = init_world()
     try:
+        train = make_ready(config, train, world)
+        heldout = make_ready(config, heldout, world) if heldout is not None else None
         from calm_scale.training.megatron_engine import MegatronEngine
 
         codec, fingerprint = None, None

@@ -176,8 +176,14 @@ def test_staging_copies_once_and_checks(tmp_path: Path, prepared: RunConfig) -> 
     stage_split(split, local, fetch)
     np.testing.assert_array_equal(everything(local), everything(split))
     count = len(fetched)
-    stage_split(split, local, fetch)
+    again = stage_split(split, local, fetch)
     assert fetched[count:] == ["manifest.json"]
+    assert (again.num_bytes, again.num_kept) == (0, count - 1)
+    spoilt = next(local.glob("0*.shard"))
+    spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"\xff")
+    stage_split(split, local, fetch)  # what is there is checked, not believed
+    assert fetched[count + 1 :] == ["manifest.json", spoilt.name]
+    np.testing.assert_array_equal(everything(local), everything(split))
 
     def damage(name: str, target: Path) -> None:
         data = bytearray(Path(name).read_bytes())

@@ -1,0 +1,73 @@
+"""Splits made ready on two ranks: one copies for its node, both get the verdict; a flipped byte is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from calm_scale.cli.app import main
+
+PROGRAM = Path(__file__).with_name("readiness_program.py")
+
+
+@pytest.fixture
+def prepared(write_document: Callable, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The document of a run whose shards are there."""
+    run = write_document("ready")
+    document = yaml.safe_load(run.document.read_text())
+    document["prep"] |= {"segment_megabytes": 0.05}
+    run.document.write_text(yaml.safe_dump(document))
+    monkeypatch.setattr("sys.argv", ["calm-scale", "prep", str(run.document)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    return run.document
+
+
+@pytest.mark.ranks
+def test_two_ranks_share_a_copy_and_a_verdict(prepared: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(prepared)],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], ended
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+    assert first == second
+    checked, staged, again, unset, full, flipped, arrived = first
+    assert checked.split()[1] == staged.split()[1] == again.split()[1]
+    assert "/run/data/train " in checked
+    assert "/run/local/train-" in staged
+    assert again == staged  # a spoilt copy is replaced
+    assert "NO_SUCH_VARIABLE" in unset
+    assert unset.startswith("ConfigError")
+    assert "0.000 GB are free" in full
+    assert "do not fit their checksum" in flipped
+    assert "arrived damaged" in arrived
+    told = ended[0][1]
+    assert "staged to" in told
+    assert "MB copied and checked in" in told
+    assert ended[1][1] == ""
