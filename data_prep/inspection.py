@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from calm_scale.config.data import TokenizerConfig
+from calm_scale.config.stored import checked
 from data_prep.errors import ShardMistakeError, TokenizerMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.reading import ShardDataset
@@ -73,7 +74,13 @@ def tokenizer_of(split_dir: Path, path: Path | None = None) -> Tokenizer:
     Raises:
         TokenizerMistakeError: there is none.
     """
-    stated = TokenizerConfig.model_validate(Manifest.read(split_dir).provenance.get("tokenizer", {}))
+    stated = checked(
+        TokenizerConfig,
+        Manifest.read(split_dir).provenance.get("tokenizer", {}),
+        f"{split_dir / MANIFEST_NAME}: provenance.tokenizer",
+        remedy="name the tokenizer with --tokenizer",
+        raises=TokenizerMistakeError,
+    )
     copies = (split_dir.absolute().parent / name for name in ("tokenizer.json", "tokenizer.model"))
     place = path or next((copy for copy in copies if copy.is_file()), stated.path)
     if place is None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from calm_scale.config.stored import checked, read_object
 from data_prep.errors import PrepError, PrepMistakeError
 from data_prep.manifest import write_atomically
 from data_prep.plan import Plan
@@ -106,7 +107,7 @@ class Journal:
         """
         if not self._stated.exists():
             return
-        old = json.loads(self._stated.read_text(encoding="utf-8"))
+        old = read_object(self._stated, remedy="discard the old work with --restart", raises=PrepMistakeError)
         if old.get("key") != plan.key:
             changed = "; ".join(differences(old.get("settings", {}), plan.settings)[:6])
             raise PrepMistakeError(
@@ -136,12 +137,11 @@ class Journal:
     def read_record(self, item: int, segment: int) -> SegmentRecord | None:
         """The record of a finished segment, if its shards are all there."""
         path = self.record_path(item, segment)
-        try:
-            record = SegmentRecord.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
+        if not path.exists():
             return None
-        except ValueError:
-            raise PrepError(f"{path} is damaged; discard the unfinished work with --restart") from None
+        remedy = "discard the unfinished work with --restart"
+        raw = read_object(path, remedy=remedy, raises=PrepError)
+        record = checked(SegmentRecord, raw, path, remedy=remedy, raises=PrepError)
         whole = all(
             (self.data_dir / name / s.name).exists()
             for name, out in record.splits.items()

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
+from calm_scale.config.stored import checked, read_object
 from data_prep.errors import ShardError, ShardMistakeError
 
 FORMAT_VERSION = 1
@@ -150,25 +151,17 @@ class Manifest(_Record):
             ShardError: missing (prep did not finish), of another version, incomplete, or changed by hand.
         """
         path = split_dir / MANIFEST_NAME
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not path.exists():
             raise ShardMistakeError(
                 f"{path} is missing: data prep has not finished (or never ran) for this split; "
                 "run `calm-scale prep` until it reports success"
-            ) from None
-        except (ValueError, OSError) as error:
-            raise ShardError(f"{path} cannot be read: {error}") from None
-        if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
-            found = raw.get("format_version") if isinstance(raw, dict) else None
+            )
+        remedy = "prepare the split again with `calm-scale prep --restart`"
+        raw = read_object(path, remedy=remedy, raises=ShardError)
+        if (found := raw.get("format_version")) != FORMAT_VERSION:
             raise ShardError(f"{path} has format version {found}; this build reads {FORMAT_VERSION}")
         stated = raw.pop("fingerprint", None)
-        try:
-            manifest = cls.model_validate(raw)
-        except ValidationError as error:
-            raise ShardError(
-                f"{path} is damaged: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
-            ) from None
+        manifest = checked(cls, raw, path, remedy=remedy, raises=ShardError)
         if not manifest.complete or not (manifest.documents.closes() and manifest.tokens.closes()):
             raise ShardError(f"{path} is not complete, or its counts do not add up; rerun `calm-scale prep`")
         if stated != manifest.fingerprint:

@@ -14,20 +14,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
-from calm_scale.config.base import CalmScaleError, Section
+from calm_scale.config.base import ConfigError, Section
+from calm_scale.config.stored import checked, read_object
 
 MODEL_FILE = "model.safetensors"
 CARD_FILE = "card.json"
 FORMAT_VERSION = 1
+_AGAIN = "export it again: calm-scale ckpt export RUN/autoencoder/checkpoints/step_XXXXXXXX --out DIR"
 
 
-class ExportError(CalmScaleError):
+class ExportError(ConfigError):
     """An autoencoder export that is missing, damaged, or does not fit its card."""
 
 
@@ -114,17 +116,12 @@ def read_card(directory: Path) -> ExportCard:
         ExportError: there is none, or it cannot be read.
     """
     path = directory / CARD_FILE
-    try:
-        card = ExportCard.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise ExportError(f"{directory} holds no exported autoencoder ({CARD_FILE} is missing)") from None
-    except (OSError, ValidationError) as error:
-        raise ExportError(f"{path} cannot be read: {error}") from error
-    if card.format_version != FORMAT_VERSION:
-        raise ExportError(
-            f"{path} has format version {card.format_version}, this release reads {FORMAT_VERSION}"
-        )
-    return card
+    if not path.exists():
+        raise ExportError(f"{directory} holds no exported autoencoder ({CARD_FILE} is missing); {_AGAIN}")
+    raw = read_object(path, remedy=_AGAIN, raises=ExportError)
+    if (version := raw.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
+        raise ExportError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}")
+    return checked(ExportCard, raw, path, remedy=_AGAIN, raises=ExportError)
 
 
 def load_export(directory: Path, *, device: torch.device | str = "cpu") -> tuple[Autoencoder, ExportCard]:
@@ -139,11 +136,12 @@ def load_export(directory: Path, *, device: torch.device | str = "cpu") -> tuple
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ExportError(f"{path} cannot be read: {error}") from error
+        raise ExportError(f"{path} cannot be read: {error}; {_AGAIN}") from error
     found = fingerprint(weights, card.model)
     if found != card.fingerprint:
         raise ExportError(
-            f"{path} has fingerprint {found}, its card says {card.fingerprint}: not the same weights"
+            f"{path} has fingerprint {found}, its card says {card.fingerprint}: not the same weights; "
+            f"{_AGAIN}"
         )
     model = Autoencoder(card.model, card.vocab_size, card.patch_size)
     load_weights(model, weights, str(path))

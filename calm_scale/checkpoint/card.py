@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 import calm_scale
-from calm_scale.checkpoint.errors import CheckpointError
+from calm_scale.checkpoint.errors import CheckpointError, UnknownRunError
 from calm_scale.checkpoint.files import write_json
 from calm_scale.checkpoint.layout import CARD
 from calm_scale.config import RunConfig, config_hash
 from calm_scale.config.base import Section
+from calm_scale.config.stored import checked
 
+S = TypeVar("S", bound=Section)
 FORMAT_VERSION = 1
 
 UNITS = {
@@ -134,12 +136,18 @@ class Card(Identity):
         version = raw.get("format_version") if isinstance(raw, dict) else None
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise CheckpointError(f"{CARD} has format {version}; this program reads up to {FORMAT_VERSION}")
-        try:
-            return cls.model_validate(raw)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise CheckpointError(f"{CARD} does not fit: {where}: {first['msg']}") from None
+        return checked(cls, raw, CARD, raises=CheckpointError)
+
+    def described(self, model: type[S], key: str | None = None, folder: Path | None = None) -> S:
+        """The configuration of the run, or its section ``key``, as a model.
+
+        Raises:
+            UnknownRunError: it is not one of this version; names ``folder``, where the card lies.
+        """
+        where = f"{CARD if folder is None else folder / CARD}: config" + (f".{key}" if key else "")
+        remedy = f"it was written by version {self.code_version or 'unknown'}; use that one"
+        raw = self.config.get(key) if key else self.config
+        return checked(model, raw, where, remedy=remedy, raises=UnknownRunError)
 
 
 def code_version() -> str:

@@ -15,6 +15,10 @@ class NoSuchCheckpointError(CheckpointError, ConfigError):
     """The path or the step that was asked for names no checkpoint."""
 
 
+class UnknownRunError(CheckpointError, ConfigError):
+    """The card's configuration is not one that this version knows."""
+
+
 class SaveError(CheckpointError):
     """This save failed and left nothing behind; older checkpoints stand."""
 

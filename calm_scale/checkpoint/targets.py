@@ -34,21 +34,20 @@ class ResumeTargets:
 
 
 def resume_targets(card: Card) -> ResumeTargets:
-    """Raises ValueError when the card's configuration is not one of this version."""
-    section = card.config.get(card.stage)
+    """Raises UnknownRunError when the card's configuration is not one of this version."""
     common = (
         "the same sequences in the same order, learning rate, step count and noise in every layout",
         "in another layout sums are formed in another order: losses agree to about 1e-5, not bit for bit",
     )
     if card.stage == "autoencoder":
-        stage = AutoencoderStage.model_validate(section)
+        stage = card.described(AutoencoderStage, card.stage)
         return ResumeTargets(
             written_by=card.topology,
             data=_data_sizes(stage.training.global_batch, stage.training.micro_batch),
             zero_stages=(0, 1, 2, 3),
             notes=common,
         )
-    lm = LMStage.model_validate(section)
+    lm = card.described(LMStage, card.stage)
     shape = (lm.backbone.num_heads, lm.backbone.query_groups, lm.backbone.ffn_size, lm.backbone.hidden_size)
     return ResumeTargets(
         written_by=card.topology,

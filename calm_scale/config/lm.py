@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from calm_scale.config.base import ConfigError, Section, findings
+from calm_scale.config.base import Section
 from calm_scale.config.parallel import ParallelConfig
+from calm_scale.config.stored import checked
 from calm_scale.config.training import TrainingConfig
 
 
@@ -160,10 +161,7 @@ class LMStage(Section):
             ConfigError: the model's shape does not split so.
         """
         parallel = ParallelConfig(tensor=tensor, pipeline_layout="even")
-        try:
-            return LMStage.model_validate({**self.model_dump(), "parallel": parallel})
-        except ValidationError as error:
-            raise ConfigError(f"--tensor-parallel {tensor}: {findings(error)}") from None
+        return checked(LMStage, {**self.model_dump(), "parallel": parallel}, f"--tensor-parallel {tensor}")
 
     @property
     def num_blocks(self) -> int:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from calm_scale.config.base import ConfigError
+from calm_scale.config.stored import read_object
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError
 from calm_scale.evaluation.evaluate import EvaluationResult
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 FORMAT = "calm-scale evaluation 1"
 _FEW_DOCUMENTS = 20
+
+
+class NotAnEvaluationError(EvaluationError, ConfigError):
+    """A file that was given as an evaluation and is none."""
 
 
 def to_document(result: EvaluationResult) -> dict[str, Any]:
@@ -48,21 +54,23 @@ def load(path: Path) -> EvaluationResult:
     """Reads what ``save`` wrote.
 
     Raises:
-        EvaluationError: not an evaluation of this format.
+        NotAnEvaluationError: not an evaluation of this format, or a damaged one.
     """
+    remedy = "give the JSON that `calm-scale eval` wrote"
+    raw = read_object(path, remedy=remedy, raises=NotAnEvaluationError)
+    if raw.get("format") != FORMAT:
+        raise NotAnEvaluationError(f"{path} is not a '{FORMAT}' file; {remedy}")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"cannot read evaluation {path}: {error}") from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise EvaluationError(f"{path} is not a '{FORMAT}' file; give the JSON that `calm-scale eval` wrote")
-    sums = raw["documents"]
-    hits, pairs, positions = (
-        np.array(sums[name], dtype=np.int64).reshape(-1, ORDERS) for name in ("hits", "pairs", "positions")
-    )
-    score = {key: _tuples(value) for key, value in raw["score"].items()}
-    counts = Counts(hits, pairs, positions, sums["num_samples"])
-    return EvaluationResult(BrierScore(**score), counts, raw["protocol"], raw["execution"])
+        sums = raw["documents"]
+        hits, pairs, positions = (
+            np.array(sums[name], dtype=np.int64).reshape(-1, ORDERS)
+            for name in ("hits", "pairs", "positions")
+        )
+        score = {key: _tuples(value) for key, value in raw["score"].items()}
+        counts = Counts(hits, pairs, positions, sums["num_samples"])
+        return EvaluationResult(BrierScore(**score), counts, dict(raw["protocol"]), dict(raw["execution"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NotAnEvaluationError(f"{path} is damaged: {error}; run `calm-scale eval` again") from None
 
 
 def table(result: EvaluationResult, title: str = "BrierLM") -> Table:

@@ -7,7 +7,6 @@ format is pickle (its loader runs code it finds there) and is tied to the number
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from calm_scale.config.base import CalmScaleError, Section
+from calm_scale.config.stored import checked, read_object
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
@@ -224,22 +223,12 @@ def read_index(directory: Path) -> StateIndex:
         EngineStateError: there is none, or it cannot be read.
     """
     path = directory / INDEX_FILE
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        version = raw.get("format_version") if isinstance(raw, dict) else None
-        if version != FORMAT_VERSION:
-            raise EngineStateError(
-                f"{path} has format version {version}, this release reads {FORMAT_VERSION}"
-            )
-        return StateIndex.model_validate(raw)
-    except FileNotFoundError:
-        raise EngineStateError(
-            f"{directory} holds no saved training state ({INDEX_FILE} is missing)"
-        ) from None
-    except (OSError, ValueError, ValidationError) as error:
-        if isinstance(error, EngineStateError):
-            raise
-        raise EngineStateError(f"{path} cannot be read: {error}") from error
+    if not path.exists():
+        raise EngineStateError(f"{directory} holds no saved training state ({INDEX_FILE} is missing)")
+    raw = read_object(path, raises=EngineStateError)
+    if (version := raw.get("format_version")) != FORMAT_VERSION:
+        raise EngineStateError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}")
+    return checked(StateIndex, raw, path, raises=EngineStateError)
 
 
 def stored_weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from calm_scale.autoencoder.export import ExportCard, ExportError, load_export, read_card, write_export
 from calm_scale.autoencoder.model import Autoencoder
+from calm_scale.config import ConfigError
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 
 V, K = 17, 2
@@ -119,9 +120,15 @@ def test_damaged_and_foreign_exports_are_refused(model: Autoencoder, tmp_path: P
     path.unlink()
     with pytest.raises(ExportError, match="cannot be read"):
         load_export(tmp_path)
-    (tmp_path / "card.json").write_text("{}")
-    with pytest.raises(ExportError, match="cannot be read"):
-        read_card(tmp_path)
+    for text, said in (
+        ("{}", r"card\.json: does not fit: fingerprint: missing; vocab_size: missing; .*; export it again: "),
+        ("[1]", r"card\.json: is damaged: a JSON list, not an object; export it again: "),
+        ('{"fingerprint": ', r"card\.json: is damaged, not JSON: .*; export it again: "),
+    ):
+        (tmp_path / "card.json").write_text(text)
+        with pytest.raises(ConfigError, match=said) as refused:
+            read_card(tmp_path)
+        assert "\n" not in str(refused.value)
 
 
 def test_missing_unknown_and_misshapen_weights_are_all_named(model: Autoencoder, tmp_path: Path) -> None:

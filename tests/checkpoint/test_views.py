@@ -15,6 +15,7 @@ from calm_scale.checkpoint.retention import superfluous
 from calm_scale.checkpoint.status import stage_status
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.checkpoint.targets import resume_targets
+from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.checkpoint import CheckpointConfig
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.metrics import MetricsRecord
@@ -124,3 +125,13 @@ def test_targets(card_of: Callable[..., Card]) -> None:
     autoencoder = {"training": {"steps": 1, "global_batch": 4}}
     targets = resume_targets(card_of(1, stage="autoencoder", config={"autoencoder": autoencoder}))
     assert (targets.zero_stages, targets.data) == ((0, 1, 2, 3), (1, 2, 4))
+
+
+def test_a_card_of_another_version_s_run_is_refused_with_its_version(card_of: Callable[..., Card]) -> None:
+    lm = {"backbone": {"num_layers": "three"}, "strange": 1}
+    card = card_of(1, config={"lm": lm}, code_version="9.9")
+    said = r"card.json: config.lm: does not fit: backbone.num_layers: .*; strange: unknown key; .*version 9.9"
+    with pytest.raises(ConfigError, match=said):
+        resume_targets(card)
+    with pytest.raises(ConfigError, match=r"there/card.json: config: does not fit: "):
+        card.described(RunConfig, folder=Path("there"))

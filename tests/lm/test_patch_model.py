@@ -16,7 +16,7 @@ from rank_program import FixedCodec
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm.build import build_models
-from calm_scale.lm.patch_model import MegatronPatchModel, load_patch_model, inference_layout
+from calm_scale.lm.patch_model import MegatronPatchModel, inference_layout, load_patch_model
 from calm_scale.lm.pieces import pieces_of
 from calm_scale.lm.sharded import CheckpointMismatchError
 
