@@ -41,7 +41,7 @@ def import_autoencoder(folder: Path, vocab_size: int | None = None) -> Published
     Raises:
         InteropError: names every missing or unexpected tensor; or an output weight that is not the embedding.
     """
-    config, objective, stored, patch_size = settings.autoencoder_sections(settings.read(folder))
+    config, objective, stored, patch_size = settings.autoencoder_sections(settings.read(folder), folder)
     files = WeightFiles(folder)
     return PublishedAutoencoder(
         build(config, objective, files, "", vocab_size or stored, patch_size).model, objective, stored

@@ -1,7 +1,7 @@
 """Weight files of a published folder, one tensor at a time: safetensors or .bin, whole or sharded with an index.
 
-Nothing that is read runs code: ``.bin`` files go through ``torch.load(weights_only=True)``. Files are mapped, not
-read, so a model of any size costs the memory of the tensor at hand.
+Nothing that is read runs code: ``.bin`` files go through ``torch.load(weights_only=True)``. Files are mapped, and the
+mapping is dropped after a while, so a model of any size costs the memory of the tensor at hand.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.base import ConfigError
+from calm_scale.config.stored import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Container = Literal["safetensors", "bin"]
+_BYTES_OF_A_MAPPING = 1 << 29
 _STEMS: dict[Container, str] = {"safetensors": "model", "bin": "pytorch_model"}
 
 
-class InteropError(CalmScaleError):
+class InteropError(ConfigError):
     """A published folder that is incomplete, damaged, or not of the layout; or a model that has none."""
 
 
@@ -36,7 +38,8 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of = _locate(folder)
-        self._open: dict[Path, Any] = {}
+        self._mapped: tuple[Path, Any] | None = None
+        self._given_out = 0
 
     @property
     def names(self) -> frozenset[str]:
@@ -45,10 +48,17 @@ class WeightFiles:
 
     def get(self, name: str) -> Tensor:
         """One tensor, on the CPU."""
+        found = self._read(name)
+        self._given_out += _num_bytes([found])
+        return found
+
+    def outline(self, name: str) -> Tensor:
+        """Shape and type of one tensor, on the meta device; its bytes are not read."""
+        return self._read(name).to("meta")
+
+    def _read(self, name: str) -> Tensor:
         path = self._file_of[name]
-        if path not in self._open:
-            self._open[path] = _open(path)
-        handle = self._open[path]
+        handle = self._handle(path)
         try:
             found = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
         except Exception as error:
@@ -58,6 +68,13 @@ class WeightFiles:
         if not isinstance(found, torch.Tensor):
             raise InteropError(f"{path}: {name} is a {type(found).__name__}, not a tensor")
         return found
+
+    def _handle(self, path: Path) -> Any:
+        """The mapped file. Pages that were read stay resident as long as a mapping lives, so none lives long."""
+        if self._mapped is None or self._mapped[0] != path or self._given_out > _BYTES_OF_A_MAPPING:
+            self._mapped = None
+            self._mapped, self._given_out = (path, _open(path)), 0
+        return self._mapped[1]
 
 
 def write_weights(
@@ -117,11 +134,10 @@ def _locate(folder: Path) -> dict[str, Path]:
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        located = {str(name): index.parent / str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise InteropError(f"{index} is not a weight index: {error}") from error
+    weight_map = read_object(index, remedy="download it again", raises=InteropError).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InteropError(f"{index} is not a weight index: it has no object `weight_map`")
+    located = {str(name): index.parent / str(file) for name, file in weight_map.items()}
     for path in set(located.values()):
         if path.parent.resolve() != index.parent.resolve():
             raise InteropError(f"{index} points outside of its folder: {path}")

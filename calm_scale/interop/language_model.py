@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,8 +53,11 @@ class PublishedLanguageModel:
         self.files = WeightFiles(folder)
         raw = settings.read(folder)
         raw_autoencoder = self._autoencoder_settings(autoencoder_folder, autoencoder_config, raw)
-        self.run: RunConfig = settings.published_run(raw, raw_autoencoder, name, vocab_size, **fields)
+        self.run: RunConfig = settings.published_run(
+            raw, raw_autoencoder, name, vocab_size, (folder, autoencoder_folder), **fields
+        )
         self.slots = slots_of(language_model_stage(self.run))
+        self._slot_of = {slot.key: slot for slot in self.slots}
         self._check_names()
         self.autoencoder: Autoencoder = self._load_autoencoder(autoencoder_folder, raw_autoencoder)
 
@@ -62,6 +65,16 @@ class PublishedLanguageModel:
         """Our global keys and whole tensors, one alive at a time."""
         for slot in self.slots:
             yield slot.key, self._joined(slot)
+
+    def weight(self, key: str) -> Tensor:
+        """The whole tensor of one of our global keys."""
+        return self._joined(self._slot_of[key])
+
+    def shapes(self) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+        """Our global keys, and what their tensors will be; reads no weight."""
+        for slot in self.slots:
+            outline = self._joined(slot, outline=True)
+            yield slot.key, outline.shape, outline.dtype
 
     @torch.no_grad()
     def fill(self, models: Sequence[CalmModel]) -> None:
@@ -71,7 +84,7 @@ class PublishedLanguageModel:
             InteropError: a parameter of ours gets no weight, or a shape does not fit.
         """
         pieces = pieces_of(models)
-        by_key = {slot.key: slot for slot in self.slots}
+        by_key = self._slot_of
         check_names(self.files.folder, {p.key for p in pieces}, by_key.keys() & {p.key for p in pieces})
         for key in dict.fromkeys(p.key for p in pieces):
             whole = self._joined(by_key[key])
@@ -83,8 +96,10 @@ class PublishedLanguageModel:
                     )
                 piece.of(piece.parameter).copy_(piece.cut(whole))
 
-    def _joined(self, slot: Slot) -> Tensor:
-        parts = [self.files.get(self._stored_name(name)) for name in slot.names]
+    def _joined(self, slot: Slot, *, outline: bool = False) -> Tensor:
+        """Ours from the stored parts; ``outline`` asks for shape and type alone (a tensor on the meta device)."""
+        read = self.files.outline if outline else self.files.get
+        parts = [read(self._stored_name(name)) for name in slot.names]
         whole = slot.join(parts)
         return resize_rows(whole, self.run.vocab_size) if slot.names == (EMBEDDING,) else whole
 
@@ -118,7 +133,7 @@ class PublishedLanguageModel:
         )
 
     def _load_autoencoder(self, folder: Path | None, raw: dict[str, object]) -> Autoencoder:
-        config, objective, _, k = settings.autoencoder_sections(raw)
+        config, objective, _, k = settings.autoencoder_sections(raw, folder)
         embedded = any(n.startswith(AE_PREFIX) for n in self.files.names)
         v = self.run.vocab_size
         inside = (
@@ -152,6 +167,7 @@ def export_language_model(
     container: Container = "bin",
     vocab_size: int | None = None,
     ae_path: str = "",
+    special_ids: Mapping[str, int | None] | None = None,
     max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes a language model in the published layout: all aliases, and the autoencoder under ``ae_model.``.
@@ -160,9 +176,10 @@ def export_language_model(
         whole: our global key → its whole tensor (``whole_weights`` makes one from a world of one).
         vocab_size: rows to write; above V, zero rows are appended (128 257 for the published padding token).
         ae_path: what config.json should say.
+        special_ids: what ``export_tokenizer`` returned.
     """
     rows = vocab_size or run.vocab_size
-    settings.write(settings.language_model_config(run, rows, ae_path), folder)
+    settings.write(settings.language_model_config(run, rows, ae_path, special_ids), folder)
     slots = slots_of(language_model_stage(run))
 
     def groups() -> Iterator[list[tuple[str, Tensor]]]:

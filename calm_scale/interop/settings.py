@@ -7,14 +7,16 @@ needed here. A setting our models cannot express is an error that names it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from calm_scale.config.autoencoder import AutoencoderModelConfig, AutoencoderStage, ObjectiveConfig
+from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig
 from calm_scale.config.run import RunConfig
+from calm_scale.config.stored import checked, findings, read_object
 from calm_scale.interop.files import InteropError
 
 CONFIG_FILE = "config.json"
@@ -37,21 +39,18 @@ def read(folder: Path) -> dict[str, Any]:
         InteropError: missing, not JSON, or asks for something our models do not have.
     """
     path = folder / CONFIG_FILE
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InteropError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise InteropError(f"{path} is not a JSON object")
+    raw = read_object(path, remedy="a published folder has one", raises=InteropError)
     wrong = [f"{k} {raw[k]!r} (must be {v!r})" for k, v in _FIXED.items() if k in raw and raw[k] != v]
     if wrong:
         raise InteropError(f"{path} describes a model this release cannot build: " + ", ".join(wrong))
     return raw
 
 
-def autoencoder_sections(raw: dict[str, Any]) -> tuple[AutoencoderModelConfig, ObjectiveConfig, int, int]:
-    """(model, objective, V, K) of a published autoencoder config."""
-    with _explained("autoencoder"):
+def autoencoder_sections(
+    raw: dict[str, Any], folder: Path | None = None
+) -> tuple[AutoencoderModelConfig, ObjectiveConfig, int, int]:
+    """(model, objective, V, K) of a published autoencoder config; ``folder`` is named where it does not fit."""
+    with _explained("autoencoder", folder):
         dropout = raw.get("ae_dropout", 0.15)
         model = AutoencoderModelConfig(
             latent_size=raw["latent_size"],
@@ -94,14 +93,16 @@ def autoencoder_config(
         "mlp_bias": False,
         "pretraining_tp": 1,
         "tie_word_embeddings": False,
-        **_IDS,
+        **_special_ids(None, vocab_size),
         "torch_dtype": "float32",
     }
 
 
-def language_model_sections(raw: dict[str, Any]) -> tuple[BackboneConfig, EnergyHeadConfig, int, int, int]:
-    """(backbone, head, V, K, l) of a published language-model config."""
-    with _explained("language model"):
+def language_model_sections(
+    raw: dict[str, Any], folder: Path | None = None
+) -> tuple[BackboneConfig, EnergyHeadConfig, int, int, int]:
+    """(backbone, head, V, K, l) of a published language-model config; ``folder`` as above."""
+    with _explained("language model", folder):
         backbone = BackboneConfig(
             num_layers=raw["num_hidden_layers"],
             hidden_size=raw["hidden_size"],
@@ -122,8 +123,10 @@ def language_model_sections(raw: dict[str, Any]) -> tuple[BackboneConfig, Energy
         return backbone, head, int(raw["vocab_size"]), int(raw["patch_size"]), int(raw["latent_size"])
 
 
-def language_model_config(run: RunConfig, vocab_size: int, ae_path: str) -> dict[str, Any]:
-    """config.json of a CALM with an energy head."""
+def language_model_config(
+    run: RunConfig, vocab_size: int, ae_path: str, special_ids: Mapping[str, int | None] | None = None
+) -> dict[str, Any]:
+    """config.json of a CALM with an energy head; ``special_ids`` are those of its tokenizer (default: Llama 3's)."""
     if run.lm is None or not isinstance(run.lm.head, EnergyHeadConfig):
         kind = None if run.lm is None else run.lm.head.kind
         raise InteropError(f"the published layout is known for the energy head only, this run has {kind}")
@@ -155,38 +158,51 @@ def language_model_config(run: RunConfig, vocab_size: int, ae_path: str) -> dict
         "pretraining_tp": 1,
         "tie_word_embeddings": False,
         "use_cache": True,
-        **_IDS,
+        **_special_ids(special_ids, vocab_size),
         "torch_dtype": "float32",
     }
 
 
 def published_run(
-    lm: dict[str, Any], autoencoder: dict[str, Any], name: str, vocab_size: int | None = None, **fields: Any
+    lm: dict[str, Any],
+    autoencoder: dict[str, Any],
+    name: str,
+    vocab_size: int | None = None,
+    folders: tuple[Path | None, Path | None] = (None, None),
+    **fields: Any,
 ) -> RunConfig:
     """A run that describes a published language model and its autoencoder; ``fields`` override top-level keys.
 
-    ``vocab_size`` below the published 128 257 leaves the padding row out.
+    ``vocab_size`` below the published 128 257 leaves the padding row out. ``folders`` of language model and autoencoder
+    are named where a file does not fit.
     """
-    backbone, head, stored, k, l = language_model_sections(lm)
-    model, objective, _, ae_k = autoencoder_sections(autoencoder)
+    backbone, head, stored, k, l = language_model_sections(lm, folders[0])
+    model, objective, _, ae_k = autoencoder_sections(autoencoder, folders[1])
     if (k, l) != (ae_k, model.latent(ae_k)):
         raise InteropError(
             f"the language model has K {k} and l {l}, the autoencoder K {ae_k} and l {model.latent(ae_k)}: "
             "they do not belong together"
         )
     training = {"steps": 1, "global_batch": 1}
-    return RunConfig.model_validate(
-        {
-            "name": name,
-            "vocab_size": vocab_size or stored,
-            "patch_size": k,
-            "autoencoder": AutoencoderStage.model_validate(
-                {"model": model, "objective": objective, "training": training}
-            ),
-            "lm": {"backbone": backbone, "head": head, "training": training},
-            **fields,
-        }
-    )
+    document = {
+        "name": name,
+        "vocab_size": vocab_size or stored,
+        "patch_size": k,
+        "autoencoder": {"model": model, "objective": objective, "training": training},
+        "lm": {"backbone": backbone, "head": head, "training": training},
+        **fields,
+    }
+    return checked(RunConfig, document, _place(folders[0]), raises=InteropError)
+
+
+def _place(folder: Path | None) -> object:
+    return CONFIG_FILE if folder is None else folder / CONFIG_FILE
+
+
+def _special_ids(ids: Mapping[str, int | None] | None, vocab_size: int) -> dict[str, int | None]:
+    """None for one that the vocabulary does not hold: readers take it for a row of the embedding."""
+    known = _IDS if ids is None else ids
+    return {name: known[name] if (known[name] or 0) < vocab_size else None for name in _IDS}
 
 
 def write(config: dict[str, Any], folder: Path) -> None:
@@ -196,14 +212,15 @@ def write(config: dict[str, Any], folder: Path) -> None:
 
 
 class _explained:  # noqa: N801 - reads as a word in `with _explained(...)`
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, folder: Path | None) -> None:
+        self.what, self.where = what, _place(folder)
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, KeyError):
-            raise InteropError(f"config.json lacks {error} of a published {self.what}") from error
-        if isinstance(error, ValidationError):
-            raise InteropError(f"config.json is not a {self.what} we can build: {error}") from error
+            raise InteropError(f"{self.where} lacks {error} of a published {self.what}") from None
+        if isinstance(error, TypeError | ValueError):
+            why = findings(error) if isinstance(error, ValidationError) else str(error)
+            raise InteropError(f"{self.where} is not a {self.what} we can build: {why}") from None

@@ -1,12 +1,11 @@
 """Published weights ↔ our sharded checkpoints, a tensor at a time: no model is built, no layout matters.
 
 A checkpoint is global tensors by key, so one process writes what any TP × PP × DP layout reads, and reads what any
-layout wrote. Whole tensors are staged in mapped files: memory holds the tensor at hand, disk twice the weights.
+layout wrote. Memory holds the tensor at hand, whatever the size of the model.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,12 +27,11 @@ def write_checkpoint(published: PublishedLanguageModel, directory: Path) -> None
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".staging-") as staging:
-        shards = []
-        for number, (key, weight) in enumerate(published.weights()):
-            staged = _staged(weight, Path(staging) / str(number))
-            shards.append(ShardedTensor.from_rank_offsets(MODEL_PREFIX + key, staged, replica_id=0))
-        write_shards(shards, {}, directory)
+    shards = []
+    for key, shape, dtype in published.shapes():
+        outline = torch.empty((), dtype=dtype).expand(shape)  # of that shape, without its memory
+        shards.append(ShardedTensor.from_rank_offsets(MODEL_PREFIX + key, outline, replica_id=0))
+    write_shards(shards, {}, directory, make=lambda key: published.weight(key.removeprefix(MODEL_PREFIX)))
 
 
 def whole_from_checkpoint(directory: Path) -> Callable[[str], Tensor]:
@@ -59,10 +57,3 @@ def whole_from_checkpoint(directory: Path) -> Callable[[str], Tensor]:
         return tensor
 
     return whole
-
-
-def _staged(weight: Tensor, path: Path) -> Tensor:
-    """A copy of a tensor that lives in a mapped file."""
-    mapped = torch.from_file(str(path), shared=True, size=weight.numel(), dtype=weight.dtype)
-    mapped.copy_(weight.reshape(-1))
-    return mapped.view(weight.shape)

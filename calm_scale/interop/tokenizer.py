@@ -9,13 +9,18 @@ from calm_scale.config.data import TokenizerConfig
 from data_prep.tokenizer_spec import read_spec
 
 
-def export_tokenizer(config: TokenizerConfig, path: Path, folder: Path, max_tokens: int) -> None:
+def export_tokenizer(
+    config: TokenizerConfig, path: Path, folder: Path, max_tokens: int
+) -> dict[str, int | None]:
     """Writes ``tokenizer.json`` (also from tiktoken ranks) and ``tokenizer_config.json``.
 
     Args:
         config: the BOS/EOS policy, which becomes the tokenizer's post-processor.
         path: the run's tokenizer file or folder.
         max_tokens: context length in tokens.
+
+    Returns:
+        ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``, for the model's config.json.
     """
     spec = read_spec(config, path)
     name_of = {number: name for name, number in spec.specials.items()}
@@ -31,3 +36,4 @@ def export_tokenizer(config: TokenizerConfig, path: Path, folder: Path, max_toke
     (folder / "tokenizer.json").write_text(spec.json, encoding="utf-8")
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    return {"bos_token_id": spec.bos_id, "eos_token_id": spec.eos_id, "pad_token_id": spec.pad_id}

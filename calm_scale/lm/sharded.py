@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,17 @@ def write_shards(
     values: Mapping[str, Any],
     directory: Path,
     group: dist.ProcessGroup | None = None,
+    make: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
     """Write this rank's ``ShardedTensor``s and (rank 0) the plain values. Every rank of ``group`` calls it.
 
     The files are those that ``dist_checkpointing`` reads: torch's sharded files, common.pt, metadata.json. Tensors
     are written from where they are, by this process (Megatron's own writer copies them and forks first).
+
+    Args:
+        make: the tensor of a key, asked for when it is its turn and let go afterwards; the shards' own data then
+            only says shape and type. Each tensor gets a file of its own, because the writer keeps what went into
+            a file until it is closed.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.mapping import is_main_replica
@@ -58,10 +64,13 @@ def write_shards(
     for shard in shards:
         if is_main_replica(shard.replica_id):
             by_key.setdefault(shard.key, []).append(shard)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    if make is not None:
+        planner.lookup_object = lambda index: make(index.fqn)
     save(
         mcore_to_pyt_state_dict(by_key, False),
-        storage_writer=FileSystemWriter(directory),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        storage_writer=FileSystemWriter(directory, single_file_per_rank=make is None),
+        planner=planner,
         process_group=group,
     )
     if dist.get_rank(group) == 0:

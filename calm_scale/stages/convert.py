@@ -5,17 +5,22 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from calm_scale.checkpoint.card import Card, Counters, Identity
 from calm_scale.checkpoint.run_id import run_id
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config import CalmScaleError, ConfigError, RunConfig
+from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.launch import autoencoder_section, lm_section
-from calm_scale.stages.run_folder import appearing_whole, refuse_unless_empty, store_config
+from calm_scale.stages.run_folder import CONFIG_FILE, appearing_whole, refuse_unless_empty, store_config
+
+if TYPE_CHECKING:
+    from calm_scale.interop.language_model import PublishedLanguageModel
+    from calm_scale.runtime.world import World
 
 AUTOENCODER = "autoencoder"
 """The published autoencoder's folder inside a published language model's."""
@@ -68,42 +73,70 @@ def _export_language_model(config: RunConfig, checkpoint: Path, shards: Path, ou
 
     autoencoder, exported = load_export(config.autoencoder_export)
     export_autoencoder(autoencoder, exported.objective, out / AUTOENCODER, container="safetensors")
-    export_language_model(config, whole_from_checkpoint(shards), autoencoder, out, container="safetensors")
+    ids = None
     if config.tokenizer_path.exists():
         tokens = lm_section(config).backbone.positions * config.patch_size
-        export_tokenizer(config.tokenizer, config.tokenizer_path, out, tokens)
+        ids = export_tokenizer(config.tokenizer, config.tokenizer_path, out, tokens)
+    export_language_model(
+        config,
+        whole_from_checkpoint(shards),
+        autoencoder,
+        out,
+        container="safetensors",
+        special_ids=ids,
+    )
 
 
 def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None = None) -> int:
-    """Read a published language model into a new run folder: configuration, autoencoder export, step 0."""
+    """Read a published language model into a new run folder: configuration, autoencoder export, step 0.
+
+    The run folder appears when all of it is written.
+    """
     refuse_unless_empty(out, "the imported run")
-    from calm_scale.autoencoder.export import write_export
     from calm_scale.interop.language_model import PublishedLanguageModel
-    from calm_scale.interop.sharded import write_checkpoint
     from calm_scale.runtime.megatron import initialize
     from calm_scale.runtime.world import init_world
 
     beside = folder / AUTOENCODER if (folder / AUTOENCODER).is_dir() else None
     published = PublishedLanguageModel(folder, autoencoder_folder or beside, name=out.name, workdir=str(out))
-    run = published.run
-    section = run.autoencoder
-    if section is None:
-        raise CalmScaleError(f"{folder}: the published model names no autoencoder")
     world = init_world()
-    initialize(lm_section(run).parallel, world)
+    initialize(lm_section(published.run).parallel, world)
+    carried = folder / "tokenizer.json"
+    with appearing_whole(out) as partial:
+        _write_run(published, partial, world)
+        if carried.is_file():
+            shutil.copyfile(carried, partial / published.run.tokenizer_path.relative_to(out))
+    world.close()
+    document = out / CONFIG_FILE
+    lines = [
+        f"imported into {out}",
+        f"generate: calm-scale generate {document} --prompt TEXT",
+        f"score: calm-scale eval {document} --set data=DIR   (DIR holds a prepared `heldout` split)",
+    ]
+    if not carried.is_file():
+        lines.append(f"it carried no tokenizer.json: put one at {published.run.tokenizer_path}")
+    for line in lines:
+        Console().print(line, soft_wrap=True, highlight=False, markup=False)
+    return EXIT_OK
+
+
+def _write_run(published: PublishedLanguageModel, folder: Path, world: World) -> None:
+    """The run's configuration, autoencoder export and checkpoint of step 0, into the folder that becomes its own."""
+    from calm_scale.autoencoder.export import write_export
+    from calm_scale.interop.sharded import write_checkpoint
+
+    run = published.run
+    section = autoencoder_section(run)
     exported = write_export(
-        run.workdir / "autoencoder" / "export",
+        folder / "autoencoder" / "export",
         dict(published.autoencoder.unique_parameters()),
         config=section.model,
         objective=section.objective,
         vocab_size=run.vocab_size,
         patch_size=run.patch_size,
     )
-    carried = folder / "tokenizer.json"
-    if carried.is_file():
-        shutil.copyfile(carried, run.tokenizer_path)
-    store_config(run)
-    name = run_id(run.workdir / "lm", run.name)
+    store_config(run, folder)
+    name = run_id(folder / "lm", run.name)
     identity = Identity.of_run(
         run,
         "lm",
@@ -115,25 +148,11 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
         autoencoder_fingerprint=exported.fingerprint,
     )
     card = Card.of(identity, created=time.time(), counters=Counters())
-    store = CheckpointStore(
-        run.workdir / "lm" / "checkpoints", world, lm_section(run).training.checkpoint, name
-    )
+    store = CheckpointStore(folder / "lm" / "checkpoints", world, lm_section(run).training.checkpoint, name)
     store.save(0, lambda shards: write_checkpoint(published, shards), card)
-    world.close()
-    document = out / "config.yaml"
-    lines = [
-        f"imported into {out}",
-        f"generate: calm-scale generate {document} --prompt TEXT",
-        f"score: calm-scale eval {document} --set data=DIR   (DIR holds a prepared `heldout` split)",
-    ]
-    if not carried.is_file():
-        lines.append(f"it carried no tokenizer.json: put one at {run.tokenizer_path}")
-    for line in lines:
-        Console().print(line, soft_wrap=True, highlight=False, markup=False)
-    return EXIT_OK
 
 
 def _run_of(card: Card, checkpoint: Path) -> RunConfig:
     """The run of a card, in the folder the checkpoint lies in now."""
-    run = RunConfig.model_validate(card.config)
+    run = card.described(RunConfig, folder=checkpoint)
     return run.model_copy(update={"workdir": checkpoint.resolve().parents[2]})

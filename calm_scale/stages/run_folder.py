@@ -8,14 +8,18 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from calm_scale.checkpoint.files import sync_folder
 from calm_scale.config import ConfigError, RunConfig, load, to_yaml
 
 CONFIG_FILE = "config.yaml"
 
 
-def store_config(config: RunConfig) -> Path:
-    """Write the resolved configuration into the run folder (atomically; a later attempt replaces it)."""
-    folder = config.workdir
+def store_config(config: RunConfig, folder: Path | None = None) -> Path:
+    """Write the resolved configuration into the run folder (atomically; a later attempt replaces it).
+
+    ``folder``: where the run folder is being put together, if not in its place yet.
+    """
+    folder = folder or config.workdir
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / CONFIG_FILE
     partial = folder / f".{CONFIG_FILE}.{os.getpid()}"
@@ -30,19 +34,40 @@ def refuse_unless_empty(folder: Path, what: str) -> None:
         raise ConfigError(f"{folder}: is a file; name a folder for {what}")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: is not empty; give {what} a folder of its own")
+    if _partial(folder).exists():
+        raise ConfigError(
+            f"{_partial(folder)}: another command is writing {what} there, or one was killed; remove it if none is"
+        )
 
 
 @contextlib.contextmanager
 def appearing_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``folder`` (new or empty) when all is written; a failure leaves nothing."""
-    folder = folder.absolute()
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    """A folder to write into, which becomes ``folder`` (new or empty) when all is written and on the disk.
+
+    A failure leaves nothing; a kill leaves ``<folder>.part``, which nobody takes for the whole.
+    """
+    partial = _partial(folder)
+    partial.mkdir(parents=True)
     try:
-        partial.mkdir(parents=True)
         yield partial
+        _sync(partial)
         partial.replace(folder)
+        sync_folder(partial.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(folder: Path) -> Path:
+    folder = folder.absolute()
+    return folder.with_name(folder.name + ".part")
+
+
+def _sync(folder: Path) -> None:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with (Path(root) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(root))
 
 
 def runs_in(folder: Path) -> list[Path]:

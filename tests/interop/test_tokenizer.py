@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
@@ -40,3 +41,23 @@ def test_exported_tokenizer_gives_the_same_ids_with_its_bos(source, tmp_path):
     assert settings["bos_token"] == "<|begin_of_text|>"
     assert settings["eos_token"] == "<|end_of_text|>"
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tiktoken ranks"])
+def test_auto_tokenizer_loads_the_folder_and_gives_the_same_ids(source, tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    if kind == "tiktoken ranks":
+        source = tmp_path / "tokenizer.model"
+        ranks = [*(bytes([i]) for i in range(256)), b"th", b"the", b" the"]
+        lines = (f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(ranks))
+        source.write_text("".join(lines))
+    config, out = TokenizerConfig(), tmp_path / "out"
+    ids = export_tokenizer(config, source, out, max_tokens=8192)
+    (out / "config.json").write_text(json.dumps({"architectures": ["EnergyTransformer"], **ids}))
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    ours = load_tokenizer(config, source)
+    for text in ("the sea, naïve", "  two  spaces\n\n\ttab", "1234567 don't", "日本語 😀"):
+        assert theirs(text)["input_ids"] == [ours.bos_id, *ours.encode(text)]
+        assert theirs.decode(ours.encode(text)) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert (ids["bos_token_id"], theirs.model_max_length) == (ours.bos_id, 8192)

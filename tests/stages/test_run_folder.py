@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:
             (partial / "a").write_text("1")
             assert not (folder / "a").exists()
         assert (folder / "a").read_text() == "1"
-        assert [path.name for path in folder.parent.glob(".*")] == []
+        assert list(folder.parent.glob("*.part")) == []
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
@@ -25,6 +28,22 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         (partial / "a").write_text("1")
         raise OSError("full")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from calm_scale.stages.run_folder import appearing_whole\n"
+        "with appearing_whole(Path(sys.argv[1])) as partial:\n"
+        "    (partial / 'config.yaml').write_text('1')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    out = tmp_path / "out"
+    assert (
+        subprocess.run([sys.executable, "-c", program, str(out)], check=False).returncode == -signal.SIGKILL
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["out.part"]
+    with pytest.raises(ConfigError, match=r"out\.part: another command .* or one was killed; remove it"):
+        refuse_unless_empty(out, "the imported run")
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:

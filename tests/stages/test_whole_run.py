@@ -90,6 +90,20 @@ def test_checkpoint_commands(trained: TinyRun, tmp_path: Path) -> None:
     trained("ckpt", "export", str(again), "--out", str(tmp_path / "again"))
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("published", "again")]
     assert weights[0] == weights[1]
+    refused = trained(
+        "ckpt", "import", str(tmp_path / "published"), "--out", str(tmp_path / "imported"), expect=2
+    )
+    assert "is not empty" in refused.err
+
+
+def test_an_import_of_a_damaged_folder_leaves_nothing(trained: TinyRun, tmp_path: Path) -> None:
+    newest = trained.folder / "lm" / "checkpoints" / "step_00000006"
+    trained("ckpt", "export", str(newest), "--out", str(tmp_path / "published"))
+    config = tmp_path / "published" / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": "wide"'))
+    refused = trained("ckpt", "import", str(tmp_path / "published"), "--out", str(tmp_path / "run"), expect=2)
+    assert "published/config.json is not a language model we can build: hidden_size: " in refused.err
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
 
 
 def test_an_autoencoder_checkpoint_exports_what_the_stage_exported(trained: TinyRun, tmp_path: Path) -> None:
@@ -131,7 +145,7 @@ def test_resume_check_tells_safe_from_forbidden(trained: TinyRun) -> None:
     [
         (["train-lm", "{doc}", "--set", "vocab_size=300"], 2, "holds token id"),
         (["train-lm", "{doc}", "--set", "patch_size=1"], 2, "does not fit the run"),
-        (["train-lm", "{doc}", "--set", "lm.autoencoder=/nowhere"], 1, "holds no exported autoencoder"),
+        (["train-lm", "{doc}", "--set", "lm.autoencoder=/nowhere"], 2, "holds no exported autoencoder"),
         (["train-lm", "{doc}", "--set", "data=/nowhere"], 2, "run `calm-scale prep` first"),
         (
             ["train-lm", "{doc}", "--set", "lm.training.optimizer.lr=1"],
