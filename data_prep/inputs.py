@@ -81,7 +81,7 @@ def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
     seen: dict[str, int] = {}
     for number, source in enumerate(sources):
         if source.dataset is not None:
-            inputs.append(Input(number, source.dataset, "dataset", 0, 0, 0, source.split))
+            inputs.append(_describe_dataset(number, source.dataset, source.split))
             continue
         for pattern in source.paths:
             for path in _expand(pattern):
@@ -117,6 +117,20 @@ def _expand(pattern: str) -> list[Path]:
 
 def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _describe_dataset(source: int, name: str, split: str) -> Input:
+    """A dataset on disk is known by the names, sizes and times of its files; one on a hub by its name alone."""
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith(("./", "../", "~")):
+            raise SourceMistakeError(f"prep.sources: there is no dataset folder {name}; check the path")
+        return Input(source, name, "dataset", 0, 0, 0, split)
+    files = [(p, p.stat()) for p in sorted(folder.rglob("*")) if p.is_file() and not _hidden(p, folder)]
+    facts = [f"{p.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}" for p, stat in files]
+    size = sum(stat.st_size for _, stat in files)
+    identity = xxhash.xxh3_128_hexdigest("\n".join([split, *facts]).encode())
+    return Input(source, name, "dataset", size, 0, size, identity)
 
 
 def _describe(source: int, path: Path) -> Input:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from data_prep.errors import SourceError, SourceMistakeError
 
+T = TypeVar("T")
+OPEN_SECONDS = 60.0
+"""How long a dataset named on a hub may take to be found."""
 _BATCH_ROWS = 2048
 _BYTES_PER_ROW = 6000
 
@@ -104,15 +109,32 @@ class DatasetRows:
     def _dataset(self) -> Any:
         import datasets
 
+        datasets.disable_progress_bars()
+        what = f"the dataset {self._name!r} (split {self._split!r})"
         try:
-            if Path(self._name).is_dir() and not _is_hub_folder(Path(self._name)):
-                loaded = datasets.load_from_disk(self._name)
-                return loaded[self._split] if isinstance(loaded, datasets.DatasetDict) else loaded
-            return datasets.load_dataset(self._name, split=self._split, streaming=True)
+            return _within(OPEN_SECONDS, self._open)
+        except (FileNotFoundError, ValueError, KeyError) as error:
+            raise SourceMistakeError(
+                f"{what} cannot be read: {error}; check its name and its split"
+            ) from None
+        except TimeoutError:
+            raise SourceError(
+                f"{what} did not answer within {OPEN_SECONDS:.0f} s: is there a network on this node? Download it "
+                "where there is one and name the folder"
+            ) from None
         except Exception as error:  # the library raises many kinds; all mean the same to the user
             raise SourceError(
-                f"the dataset {self._name!r} (split {self._split!r}) cannot be read: {error}"
+                f"{what} cannot be read: {error}; is the name right, and is there a network on this node?"
             ) from None
+
+    def _open(self) -> Any:
+        import datasets
+
+        folder = Path(self._name)
+        if folder.is_dir() and not _is_hub_folder(folder):
+            loaded = datasets.load_from_disk(self._name)
+            return loaded[self._split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return datasets.load_dataset(self._name, split=self._split, streaming=True)
 
     def blocks(self, segment: int) -> Iterator[RowBlock]:
         """Rows [segment · n, (segment + 1) · n)."""
@@ -154,6 +176,24 @@ class DatasetRows:
             self._next_row += 1
             if self._next_row > start:
                 yield row
+
+
+def _within(seconds: float, action: Callable[[], T]) -> T:
+    """What ``action`` returns or raises; without a network the library's own retries may take many minutes.
+
+    Raises:
+        TimeoutError: it is not done after ``seconds``; it is left behind in a thread.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(seconds)
 
 
 def _is_hub_folder(path: Path) -> bool:

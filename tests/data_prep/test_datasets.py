@@ -1,0 +1,82 @@
+"""Hugging Face datasets by a name that ``load_dataset`` takes: streamed, and bounded when it cannot be found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from calm_scale.config import RunConfig
+from calm_scale.config.base import ConfigError
+from data_prep import tables
+from data_prep.errors import PrepMistakeError, SourceError, SourceMistakeError
+from data_prep.manifest import Manifest
+from data_prep.pipeline import prepare
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, kit: SimpleNamespace) -> Path:
+    """Two Parquet files that ``load_dataset(folder, streaming=True)`` reads."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = kit.make_texts(60)
+    (tmp_path / "hub").mkdir()
+    for i in range(2):
+        pq.write_table(
+            pa.table({"text": texts[i * 30 : i * 30 + 30]}), tmp_path / f"hub/train-{i:05d}.parquet"
+        )
+    return tmp_path / "hub"
+
+
+def config_of(make_config: MakeConfig, dataset: object, workdir: str = "run", **source: object) -> RunConfig:
+    sources = [{"dataset": str(dataset), **source}]
+    return make_config([], workdir, sources=sources, segment_megabytes=0.1, sequence_length=8)
+
+
+def test_a_streamed_dataset_is_its_files(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, folder: Path
+) -> None:
+    config = config_of(make_config, folder)
+    prepare(config, show=False)
+    plain = make_config(kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(60)), "plain", sequence_length=8)
+    prepare(plain, show=False)
+    assert Manifest.read(config.data_dir / "train").tokens == Manifest.read(plain.data_dir / "train").tokens
+    (folder / "train-00001.parquet").unlink()
+    with pytest.raises(PrepMistakeError, match="other settings or inputs"):
+        prepare(config, show=False)
+
+
+def test_a_split_or_folder_that_is_not_there_is_a_mistake(make_config: MakeConfig, folder: Path) -> None:
+    with pytest.raises(SourceMistakeError, match=r"split 'test'.*Available splits: \['train'\]") as told:
+        prepare(config_of(make_config, folder, split="test"), show=False)
+    assert isinstance(told.value, ConfigError)
+    with pytest.raises(SourceMistakeError, match="there is no dataset folder"):
+        prepare(config_of(make_config, folder / "none", "other"), show=False)
+    with pytest.raises(SourceMistakeError, match="has no field 'body'"):
+        prepare(config_of(make_config, folder, "third", text_field="body"), show=False)
+
+
+def test_a_hub_that_does_not_answer_is_given_up(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(tables, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: time.sleep(20))
+    began = time.monotonic()
+    with pytest.raises(SourceError, match=r"'org/none'.*did not answer within 0 s.*network"):
+        prepare(config_of(make_config, "org/none"), show=False)
+    assert time.monotonic() - began < 10
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'org/none' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(SourceError, match=r"Couldn't reach 'org/none'.*is the name right"):
+        prepare(config_of(make_config, "org/none", "other"), show=False)
