@@ -1,14 +1,20 @@
-"""How long before the time limit the ranks must be told: one step, one save and a minute, as measured."""
+"""How long before the time limit the ranks must be told: one step, one save and a minute, as measured.
+
+``python -m launchers.slurm.notice LEDGER`` prints it for a job script, which asks at the beginning of every life.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 UNMEASURED_SECONDS = 600
 SLACK_SECONDS = 60
+BACKSTOP_SECONDS = 180
+"""SLURM's own warning is fixed when a job is submitted: the longest it may be where the script keeps the clock."""
 
 
 def notice_seconds(ledger: Path) -> int:
@@ -20,6 +26,22 @@ def notice_seconds(ledger: Path) -> int:
     if step is None or save is None:
         return UNMEASURED_SECONDS
     return max(SLACK_SECONDS, math.ceil(step + save + SLACK_SECONDS))
+
+
+def backstop_seconds(notice: int, limit: str) -> int:
+    """Seconds before the limit at which SLURM itself warns: at most :data:`BACKSTOP_SECONDS` and half the limit."""
+    return max(1, min(notice, BACKSTOP_SECONDS, limit_seconds(limit) // 2))
+
+
+def limit_seconds(text: str) -> int:
+    """A time limit in seconds: ``days-hours:minutes:seconds``, ``hours:minutes:seconds``, ``minutes[:seconds]``."""
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = 0, parts[0], parts[1] if len(parts) == 2 else 0
+    return ((int(days) if dash else 0) * 24 + hours) * 3600 + minutes * 60 + seconds
 
 
 def measured(ledger: Path) -> tuple[float | None, float | None]:
@@ -55,3 +77,7 @@ def _events(ledger: Path) -> list[dict[str, Any]]:
         if isinstance(event, dict):
             found.append(event)
     return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{notice_seconds(Path(sys.argv[1]))}\n")

@@ -18,7 +18,7 @@ from calm_scale.config import ConfigError, RunConfig, config_hash, to_yaml
 from calm_scale.config.cluster import ClusterConfig
 from launchers.slurm.enqueue import QueuedStage, enqueue
 from launchers.slurm.layout import Stage, StageShape, shape_of, stages_of
-from launchers.slurm.notice import notice_seconds
+from launchers.slurm.notice import backstop_seconds, notice_seconds
 from launchers.slurm.record import RunRecord, write_whole
 from launchers.slurm.templates import ScriptRun, check_path, render
 
@@ -198,9 +198,8 @@ def _write(
         )
         for config, record in zip(configs, records, strict=True)
     ]
-    notice = cluster.requeue.notice_seconds or max(
-        notice_seconds(record.workdir / stage / "ledger.jsonl") for record in records
-    )
+    fixed = cluster.requeue.notice_seconds
+    notice = fixed or max(notice_seconds(record.workdir / stage / "ledger.jsonl") for record in records)
     excluded = sorted({node for record in records for node in record.excluded_nodes()})
     text = render(
         shape,
@@ -209,7 +208,7 @@ def _write(
         title=name,
         folder=folder,
         working_directory=Path.cwd(),
-        notice=notice,
+        notice=fixed or backstop_seconds(notice, shape.time),
         exclude=excluded,
     )
     script = folder / f"{stage}.sbatch"

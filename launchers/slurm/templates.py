@@ -59,7 +59,8 @@ def render(
         title: the run's or the sweep's name.
         folder: where scripts and logs lie.
         working_directory: where the job starts (relative paths of the configuration count from there).
-        notice: seconds before the time limit at which the batch shell is told.
+        notice: seconds before the time limit at which SLURM tells the batch shell; where the profile fixes none, the
+            shell asks the ledger at the beginning of every life and tells itself earlier.
         exclude: nodes an earlier preflight found bad.
 
     Raises:
@@ -84,6 +85,7 @@ def render(
         "python": cluster.python or ("python" if container else sys.executable),
         "shape": shape,
         "requeue": cluster.requeue,
+        "keeps_clock": cluster.requeue.notice_seconds is None,
         "min_free_gigabytes": cluster.min_free_gigabytes,
         "environment": cluster.environment,
         "network_interface": cluster.network_interface,

@@ -194,7 +194,7 @@ def array_of_two_requeues_only_the_one(slurm, profile: Profile, make_run: MakeRu
     runs = plan_sweep(document, [], [option]).runs
     for run in runs:
         run.workdir.mkdir(parents=True)
-        (run.workdir / "behaviour.json").write_text(json.dumps({"lm": {"steps": 40, "seconds": 0.1}}))
+        (run.workdir / "behaviour.json").write_text(json.dumps({"lm": {"steps": 150, "seconds": 0.1}}))
     command = [sys.executable, "-m", "calm_scale", "submit", str(document), "--cluster", str(cluster)]
     slurm.run(*command, "--sweep", option)
     jobs = {RunRecord(run.workdir).jobs()["lm"].job_id for run in runs}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import stat
 import subprocess
@@ -18,7 +19,7 @@ from calm_scale.config import ConfigError, RunConfig, load, load_as
 from calm_scale.config.cluster import ClusterConfig
 from launchers.errors import LaunchError
 from launchers.slurm.layout import STAGES, shape_of, stages_of
-from launchers.slurm.notice import measured, notice_seconds
+from launchers.slurm.notice import limit_seconds, measured, notice_seconds
 from launchers.slurm.preflight import NodeReport, judge
 from launchers.slurm.record import RunRecord
 from launchers.slurm.status import job_status
@@ -279,6 +280,60 @@ def test_notice_follows_the_measured_times(tmp_path: Path) -> None:
     ledger.write_text("\n".join(map(json.dumps, events)) + '\n{"kind": "sa')
     assert measured(ledger) == (5.0, 40.0)
     assert notice_seconds(ledger) == 105
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("1-02:03:04", 93_784), ("02:00:30", 7_230), ("90", 5_400), ("1:30", 90), ("2-00:00:00", 172_800)],
+)
+def test_time_limits_in_seconds(limit: str, seconds: int) -> None:
+    assert limit_seconds(limit) == seconds
+
+
+def test_slurm_warns_late_where_the_script_keeps_the_clock(profile: Profile, make_run: MakeRun) -> None:
+    """SLURM's warning is fixed at submission; what was measured since is asked for in every life."""
+    lines = {}
+    for name, notice, limit in (
+        ("own", None, "1-00:00:00"),
+        ("short", None, "00:02:00"),
+        ("fixed", 900, "00:20:00"),
+    ):
+        cluster = profile(requeue={"notice_seconds": notice}, max_time=limit)
+        text = submit(make_run(name), cluster, dry_run=True, stages=["prep"]).jobs[0].script.read_text()
+        lines[name] = [
+            line for line in text.splitlines() if "--signal" in line or line.startswith("KEEPS_CLOCK")
+        ]
+    assert [line.split("@")[1] for line in (lines[name][0] for name in lines)] == ["180", "60", "900"]
+    assert [lines[name][1][:13] for name in lines] == ["KEEPS_CLOCK=1", "KEEPS_CLOCK=1", "KEEPS_CLOCK=0"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "left", "expected"),
+    [(True, 1000, 85), (False, 4000, 600), (True, 100, 50), (False, 100, 50)],
+)
+def test_the_ranks_are_told_in_time_for_what_was_measured(
+    profile: Profile, make_run: MakeRun, measured: bool, left: int, expected: int
+) -> None:
+    """Step 5 s + save 20 s + 60 s = 85 s before the end; never more than half of what is left."""
+    run = make_run("clock")
+    cluster = profile(requeue={}, python=sys.executable)
+    text = submit(run, cluster, dry_run=True, stages=["lm"]).jobs[0].script.read_text()
+    if measured:
+        (run.workdir / "lm").mkdir()
+        event = {"kind": "save", "attempt": 0, "steps_done": 10, "seconds": {"train": 50.0, "save": 20.0}}
+        (run.workdir / "lm" / "ledger.jsonl").write_text(json.dumps(event) + "\n")
+    functions = text[: text.index("\nbegin_attempt\n")]
+    stubs = f'seconds_left() {{ echo {left}; }}\nafter() {{ echo "after $*" | sed "s/ $$//"; }}\n'
+    done = subprocess.run(
+        ["bash", "-c", f"{functions}\n{stubs}\nkeep_clock; wait"],
+        env={**os.environ, "SLURM_JOB_ID": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert f"the ranks are told {expected} s before the time limit" in done.stdout, done.stderr
+    assert f"after {left - expected} kill -USR1" in done.stdout
 
 
 def test_preflight_names_the_odd_node() -> None:
