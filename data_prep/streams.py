@@ -66,7 +66,9 @@ class ByteStream:
             yield piece
 
     def _gzip(self, file: BinaryIO) -> Iterator[bytes]:
-        waiting = b""
+        waiting = self._read(file)
+        if not waiting:
+            raise self._broken("is empty: not even one gzip member")
         while True:
             waiting = (waiting or self._read(file)).lstrip(b"\0")  # zero padding between members is allowed
             if not waiting:

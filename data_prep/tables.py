@@ -81,11 +81,19 @@ class ParquetRows:
 
 
 def _strings(column: Any) -> list[Any]:
+    """Values of a column; binary ones that are UTF-8 as text."""
     try:
         values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         values = [_one_string(value) for value in column]
-    return values
+    return [_as_text(value) if isinstance(value, bytes) else value for value in values]
+
+
+def _as_text(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def _one_string(value: Any) -> Any:

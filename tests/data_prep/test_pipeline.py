@@ -328,6 +328,11 @@ def test_parquet_and_saved_datasets(tmp_path: Path, make_config: MakeConfig, kit
     rejected = (config.data_dir / "quarantine.jsonl").read_text()
     assert '"line": 81' in rejected
     assert '"line": 82' in rejected
+    raw = [*(t.encode() for t in texts), b"\xff"]
+    pq.write_table(pa.table({"text": pa.array(raw, pa.binary())}), tmp_path / "raw.parquet")
+    report = run(make_config(tmp_path / "raw.parquet", "raw", max_bad_fraction=0.1, sequence_length=8))
+    assert report.documents["quarantined"] == {"invalid_utf8": 1}
+    assert report.documents["kept"] == 80
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"))
     other = make_config(
         [],

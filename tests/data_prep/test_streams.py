@@ -93,9 +93,10 @@ def test_frames_without_checksum_are_said_to_be_so(tmp_path: Path) -> None:
     assert stream.notes == {"zstd_frames": 2, "zstd_frames_without_checksum": 1}
 
 
-def test_empty_and_foreign_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.zst"
-    for data in (b"", b"plain text, not zstd at all"):
+@pytest.mark.parametrize("kind", ["zst", "gz"])
+def test_empty_and_foreign_files_are_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    for data in (b"", b"plain text, not compressed at all"):
         path.write_bytes(data)
-        with pytest.raises(SourceError, match=r"a\.zst is"):
-            read(path, "zst")
+        with pytest.raises(SourceError, match=rf"a\.{kind} is"):
+            read(path, kind)
