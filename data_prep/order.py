@@ -13,6 +13,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.errors import ShardMistakeError
+
 _ROUNDS = 6
 _MASK64 = (1 << 64) - 1
 
@@ -115,7 +117,7 @@ class MixtureOrder:
         ]
         total = sum(shares)
         if min(shares) * self.num_samples < total:
-            raise ValueError(
+            raise ShardMistakeError(
                 "a source's share of the mixture is below one sample an epoch; raise its weight or drop it"
             )
         self._edges = [sum(shares[:s], Fraction(0)) / total for s in range(len(shares) + 1)]
