@@ -1,0 +1,76 @@
+"""A rank that hangs: the other's watchdog names stage and operation, and nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from calm_scale.accounting import ledger
+from calm_scale.config.exit_codes import EXIT_STALLED
+from calm_scale.runtime.metrics import highest_step
+
+PROGRAM = Path(__file__).with_name("train_tiny.py")
+OPTIONS = {"training": {"steps": 100_000, "stall_seconds": 8.0}, "engine": {"slow_step": 0.02}}
+
+
+def ranks_of(parent: int) -> dict[int, int]:
+    """Process ids of a launcher's ranks, by rank."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            lineage = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            around = (path / "environ").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            continue
+        rank = next((int(entry[5:]) for entry in around if entry.startswith(b"RANK=")), None)
+        if lineage == parent and rank is not None:
+            found[rank] = int(path.name)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_hanging_rank_ends_the_job_with_its_stage_and_operation(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [
+        "-m",
+        "launchers.local",
+        "--nproc",
+        "2",
+        "--end-others-within",
+        "1",
+        "--log-dir",
+        str(tmp_path / "logs"),
+    ]
+    job = subprocess.Popen(
+        [sys.executable, *command, "--", sys.executable, str(PROGRAM), str(run), json.dumps(OPTIONS)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while highest_step(run / "metrics.jsonl") < 2:
+            assert time.monotonic() < deadline, "the ranks took no step"
+            time.sleep(0.1)
+        ranks = ranks_of(job.pid)
+        os.kill(ranks[1], signal.SIGSTOP)
+        stopped = time.monotonic()
+        said = job.communicate(timeout=90)[1]
+        assert job.returncode == EXIT_STALLED
+        assert time.monotonic() - stopped > 8, "it was given its time"
+        assert "rank 0: stalled: in `" in said
+        assert any(operation in said for operation in ("`training step", "`agreeing after step"))
+        assert [event.cause for event in ledger.read(run / "ledger.jsonl")][-1] == "stalled"
+        assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()], (
+            "no orphan holds the allocation"
+        )
+    finally:
+        if job.poll() is None:
+            job.kill()
