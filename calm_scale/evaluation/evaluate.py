@@ -89,6 +89,7 @@ def evaluate(
     counts, documents_by = merge(gather(work, crew), config.num_samples)
     protocol = {
         **protocol_of(model, dataset, config, indices),
+        "num_documents": counts.num_documents,
         "documents_by": documents_by,
         "provenance": dict(provenance or {}),
     }
@@ -120,6 +121,7 @@ def protocol_of(
         "partial_sequences": sum(length < max(lengths) for length in lengths),
         "num_samples": config.num_samples,
         "sampler": getattr(model, "sampler", "plain, T = 1"),
+        "temperature": getattr(model, "temperature", 1.0),
         "coverage": config.coverage,
         "scored_offsets": offsets,
         "covers": (

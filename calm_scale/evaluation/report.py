@@ -70,7 +70,8 @@ def load(path: Path) -> EvaluationResult:
         counts = Counts(hits, pairs, positions, sums["num_samples"])
         return EvaluationResult(BrierScore(**score), counts, dict(raw["protocol"]), dict(raw["execution"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NotAnEvaluationError(f"{path} is damaged: {error}; run `calm-scale eval` again") from None
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise NotAnEvaluationError(f"{path} is damaged: {why}; run `calm-scale eval` again") from None
 
 
 def table(result: EvaluationResult, title: str = "BrierLM") -> Table:
@@ -109,7 +110,7 @@ def _caption(result: EvaluationResult) -> str:
     lines += [
         f"K {p['patch_size']}, {p['num_sequences']} sequences of {p['block_tokens']} tokens, "
         f"{score.num_documents} documents (by {p['documents_by']}), S {score.num_samples}, seed {p['seed']}, "
-        f"sampler {p['sampler']}",
+        f"sampler {p['sampler']}, {result.execution.get('ranks', 1)} ranks",
         f"covers {p['covers']}",
         f"left out: {p['sequences_left_out']} sequences, {p['dropped_tail_tokens']} tokens of tail; "
         f"{p.get('partial_sequences', 0)} partial sequences scored as far as they go",

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from calm_scale.lm.patch_model import PatchModel
 
 
+_MOST_AT_ONCE = 2048  # candidates a round may grow to
+
+
 class TextTokenizer(Protocol):
     """What generation needs of a tokenizer (``data_prep.tokenizer.Tokenizer`` has it)."""
 
@@ -97,8 +100,8 @@ def complete_heads(
 ) -> Heads:
     """Draws a patch that begins with the given tokens, from P(patch | given) sharpened by Algorithm 2.
 
-    N candidates a round; the first round with agreeing candidates decides a row (at T = 1 that is exact: one of
-    the agreeing draws, evenly). A row still without one after ``budget`` draws takes the candidate that agrees
+    N candidates in the first round, and in each further one as many as in all before it; the first round with
+    agreeing candidates decides a row (at T = 1 that is exact: one of the agreeing draws, evenly). A row still without one after ``budget`` draws takes the candidate that agrees
     longest, with the given tokens written over it; it is reported as not agreed.
 
     Args:
@@ -119,7 +122,7 @@ def complete_heads(
     draws = spent = 0
     while spent < budget and not bool(agreed.all()):
         rows = (~agreed).nonzero()[:, 0]
-        number = min(num_candidates, budget - spent)
+        number = min(max(num_candidates, min(spent, _MOST_AT_ONCE)), budget - spent)
         candidates = draw_rows(model, hidden[rows], number, generator)
         spent, draws = spent + number, draws + number * len(rows)
         fits = (candidates == want[rows]) | free[rows]
