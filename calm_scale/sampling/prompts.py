@@ -101,8 +101,9 @@ def complete_heads(
     """Draws a patch that begins with the given tokens, from P(patch | given) sharpened by Algorithm 2.
 
     N candidates in the first round, and in each further one as many as in all before it; the first round with
-    agreeing candidates decides a row (at T = 1 that is exact: one of the agreeing draws, evenly). A row still without one after ``budget`` draws takes the candidate that agrees
-    longest, with the given tokens written over it; it is reported as not agreed.
+    agreeing candidates decides a row (at T = 1 that is exact: one of the agreeing draws, evenly). A row still without
+    one after ``budget`` draws takes the candidate that agrees longest, with the given tokens written over it; it is
+    reported as not agreed.
 
     Args:
         model: the law at T = 1.
