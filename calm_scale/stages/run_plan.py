@@ -64,19 +64,22 @@ def run_plan(
     text: Text,
     needs: Sequence[DiskNeed],
     chip: hardware.Device | None,
+    num_runs: int = 1,
 ) -> Table:
     """Text, tokens available and needed, disk and hours of the stages in ``shapes``.
 
     Args:
         needs: from :func:`disk_needs`, of this run or of all runs of a sweep.
         chip: for hours; None where the device is not known.
+        num_runs: of a sweep; hours are those of one of them.
     """
-    table = Table(title=f"the whole run {config.name}", title_justify="left", show_header=False)
+    several = f": one of {num_runs} runs, disk of all" if num_runs > 1 else ""
+    table = Table(title=f"the whole run {config.name}{several}", title_justify="left", show_header=False)
     for name, value in [
         *_prep_rows(config, shapes.get("prep"), text),
         *_token_rows(config, text.estimate),
         *_hours(config, shapes, chip),
-        *((f"disk: {need.label}", bytes_text(need.bytes_in_all)) for need in needs),
+        *_disk_rows(needs),
         ("disk in all", _total(needs)),
     ]:
         table.add_row(name, value)
@@ -211,6 +214,17 @@ def _hours(
     hours = sum(seconds for seconds, _ in parts) / 3600
     devices = sum(seconds * ranks for seconds, ranks in parts) / 3600
     return [(f"training at {ASSUMED_MFU:.0%} MFU", f"{hours:,.1f} h, {devices:,.0f} GPU-hours")]
+
+
+def _disk_rows(needs: Sequence[DiskNeed]) -> list[tuple[str, str]]:
+    """A line for what one run writes, or several runs of a sweep alike."""
+    alike: dict[str, list[float]] = {}
+    for need in needs:
+        alike.setdefault(need.label, []).append(need.bytes_in_all)
+    return [
+        (f"disk: {label}" + (f", {len(sizes)} runs" if len(sizes) > 1 else ""), bytes_text(sum(sizes)))
+        for label, sizes in alike.items()
+    ]
 
 
 def _total(needs: Sequence[DiskNeed]) -> str:

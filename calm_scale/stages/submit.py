@@ -78,7 +78,8 @@ def _plan(
             need for run in sweep.runs for need in disk_needs(run, sweep.own, text, each_checkpoint=each)
         ]
         shapes |= _shapes(sweep.runs[0], sweep.own, cluster)
-    console.print(run_plan(config, shapes, text, needs, _chip(cluster)))
+    num_runs = len(sweep.runs) if sweep is not None else 1
+    console.print(run_plan(config, shapes, text, needs, _chip(cluster), num_runs))
     if problem := lack_of_space(needs):
         if not dry_run:
             raise ConfigError(problem)
