@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.journal import Journal
+from data_prep.manifest import write_atomically
 
 _ROWS_AT_ONCE = 8 << 20
 
@@ -75,7 +76,7 @@ def find_duplicates(journal: Journal, num_inputs: int) -> int:
         mine = dropped[np.searchsorted(dropped, start) : np.searchsorted(dropped, stop)] - start
         if len(mine):
             DropList(journal, item, segment).write(mine)
-    done.write_text(str(len(dropped)))
+    write_atomically(done, str(len(dropped)))
     return len(dropped)
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from calm_scale.config.data import PrepConfig
+from calm_scale.config.data import PrepConfig, TokenizerConfig
 from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
 from data_prep.journal import FolderLock
-from data_prep.manifest import DocumentCounts, Manifest, ShardEntry, SourceEntry, TokenCounts
+from data_prep.manifest import MANIFEST_NAME, DocumentCounts, Manifest, ShardEntry, SourceEntry, TokenCounts
 from data_prep.packing import build_packer
 from data_prep.reading import ShardDataset
 from data_prep.shards import SUFFIX, ShardWriter, token_dtype
@@ -120,13 +120,15 @@ def import_megatron(
     *,
     vocab_size: int,
     split: str = "train",
+    stated: TokenizerConfig | None = None,
 ) -> Manifest:
     """Repack a Megatron pair into ``data_dir/split`` without tokenizing: documents keep their ids.
 
-    BOS and EOS are counted where the documents carry them already; ``tokenizer`` says which ids they are.
+    BOS and EOS are counted where the documents carry them already; ``tokenizer`` says which ids they are, and
+    ``stated`` is what the manifest says of it.
 
     Raises:
-        PrepError: the folder is in use, or the pair gives no whole sequence.
+        PrepMistakeError: the folder is in use or holds the split already, or the pair gives no whole sequence.
         ShardError: the pair is damaged, or an id does not fit the vocabulary.
     """
     index = open_megatron(prefix)
@@ -139,6 +141,10 @@ def import_megatron(
     packer = build_packer(prep.packing, prep.sequence_length, prep.alignment, tokenizer.pad_id)
     dtype = token_dtype(max(largest, tokenizer.max_id), prep.dtype)
     with FolderLock(data_dir):
+        if (data_dir / split / MANIFEST_NAME).exists():
+            raise PrepMistakeError(
+                f"{data_dir / split} holds a finished split: remove it, or import to another folder"
+            )
         path = data_dir / split / f"imported-000000{SUFFIX}"
         writer = ShardWriter(
             path, dtype, alignment=prep.alignment, sequence_length=prep.sequence_length, max_id=vocab_size - 1
@@ -155,7 +161,7 @@ def import_megatron(
         header, tail = writer.close()
         if header is None:
             raise PrepMistakeError(f"{prefix} holds less than one sequence of {prep.sequence_length} tokens")
-        manifest = _manifest_of(index, offsets, prefix, tokenizer, prep, vocab_size, split).model_copy(
+        manifest = _manifest_of(offsets, tokenizer, prep, vocab_size, split).model_copy(
             update={
                 "dtype": dtype.name,
                 "num_sequences": header.num_sequences,
@@ -174,6 +180,13 @@ def import_megatron(
                         filler=filler,
                     )
                 ],
+                "provenance": {
+                    "megatron": str(prefix),
+                    "index": xxhash.xxh3_64_hexdigest(index.lengths.tobytes()),
+                    "tokenizer": (stated or TokenizerConfig()).model_dump(
+                        mode="json", exclude={"encoder", "on_mismatch"}
+                    ),
+                },
             }
         )
         manifest.write(data_dir / split)
@@ -197,9 +210,7 @@ def _count(
 
 
 def _manifest_of(
-    index: MegatronIndex,
     offsets: NDArray[np.int64],
-    prefix: Path,
     tokenizer: Tokenizer,
     prep: PrepConfig,
     vocab_size: int,
@@ -233,5 +244,4 @@ def _manifest_of(
         sources=[],
         shards=[],
         length_histogram=histogram,
-        provenance={"megatron": str(prefix), "index": xxhash.xxh3_64_hexdigest(index.lengths.tobytes())},
     )

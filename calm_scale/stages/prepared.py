@@ -9,6 +9,8 @@ from rich.console import Console
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
 
+SPLITS = ("train", "autoencoder", "heldout")
+
 
 def verify_shards(folder: Path) -> int:
     """Check a split, or every split of a data folder; 1 when anything is wrong."""
@@ -79,15 +81,25 @@ def export_pair(folder: Path, prefix: Path) -> int:
 
 def import_pair(config: RunConfig, prefix: Path, split: str) -> int:
     """Repack a Megatron ``.bin``/``.idx`` pair into a split of a run, without tokenizing again."""
+    from data_prep.inspection import store_definition
     from data_prep.megatron_format import import_megatron
     from data_prep.tokenizer import load_tokenizer
 
     if config.prep is None:
         raise ConfigError(f"run {config.name}: there is no `prep` section, which says how to pack")
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split}: a run has the splits {', '.join(SPLITS)}")
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
     manifest = import_megatron(
-        prefix, config.data_dir, tokenizer, config.prep, vocab_size=config.vocab_size, split=split
+        prefix,
+        config.data_dir,
+        tokenizer,
+        config.prep,
+        vocab_size=config.vocab_size,
+        split=split,
+        stated=config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
     )
+    store_definition(config.tokenizer_path, config.data_dir)
     Console(highlight=False).print(
         f"{manifest.num_sequences:,} sequences in {config.data_dir / split}", soft_wrap=True
     )

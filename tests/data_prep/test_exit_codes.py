@@ -132,6 +132,15 @@ def test_looking_into_shards(prep: Prep, document: Path, tmp_path: Path) -> None
     for folder in (data, tmp_path / "run"):
         code, said = prep("inspect", folder)
         assert (code, "run/data/train" in said) == (2, True)
+    pair = tmp_path / "pair/x"
+    assert prep("export-megatron", data / "train", pair)[0] == 0
+    back = ("import-megatron", document, pair, "--set", f"data={tmp_path / 'back'}")
+    code, said = prep(*back, "--split", "trian")
+    assert (code, "train, autoencoder, heldout" in said) == (2, True)
+    assert prep(*back)[0] == 0
+    code, said = prep(*back)
+    assert (code, "holds a finished split" in said) == (2, True)
+    assert prep("inspect", tmp_path / "back/train", "--sequence", 0)[0] == 0
     manifest = json.loads((data / "train/manifest.json").read_text())
     shard = data / "train" / manifest["shards"][0]["name"]
     shard.write_bytes(shard.read_bytes()[:-4])
