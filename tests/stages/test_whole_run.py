@@ -59,6 +59,26 @@ def test_evaluation_names_its_protocol_and_does_not_depend_on_ranks(trained: Tin
     assert first["protocol"] == second["protocol"]
     assert first["protocol"]["provenance"]["step"] == "6"
     assert first["score"]["brierlm"] is None
+    protocol = first["protocol"]
+    assert (protocol["patch_size"], protocol["block_tokens"], protocol["num_samples"]) == (2, 64, 2)
+    assert (protocol["temperature"], protocol["seed"], protocol["scored_offsets"]) == (1.0, 0, [0])
+    assert protocol["num_documents"] == first["score"]["num_documents"] > 0
+    assert {"dropped_tail_tokens", "sequences_left_out", "partial_sequences"} <= protocol.keys()
+    card = json.loads((trained.folder / "autoencoder" / "export" / "card.json").read_text())
+    assert protocol["provenance"]["autoencoder"] == card["fingerprint"]
+    assert (first["execution"]["ranks"], second["execution"]["ranks"]) == (1, 2)
+
+
+def test_every_offset_two_results_compared_and_texts_ranked(trained: TinyRun, tmp_path: Path) -> None:
+    results = [tmp_path / name for name in ("first.json", "all.json")]
+    for result in results:
+        trained("eval", str(trained.document), "--json", str(result), "--coverage", result.stem)
+    first, every = (json.loads(path.read_text()) for path in results)
+    assert every["protocol"]["scored_offsets"] == [0, 1]
+    assert every["score"]["num_positions"][0] > 1.9 * first["score"]["num_positions"][0]
+    assert "coverage: a first, b all" in trained("compare", *map(str, results)).out
+    scored = trained("score", str(trained.document), "--text", "def main", "--text", "The sea").out
+    assert [json.loads(line)["kind"] for line in scored.splitlines()] == ["energy", "energy"]
 
 
 def test_generation_is_the_same_twice_and_on_two_ranks_and_stays_inside_the_vocabulary(
@@ -160,6 +180,7 @@ def test_resume_check_tells_safe_from_forbidden(trained: TinyRun) -> None:
         ),
         (["generate", "{doc}", "--jsonl", "{doc}"], 2, "tiny.yaml:1: expected a JSON object"),
         (["generate", "{doc}", "--tensor-parallel", "3"], 2, "num_heads 2 is not divisible"),
+        (["compare", "{doc}", "{doc}"], 2, "is damaged, not JSON"),
         (["ckpt", "verify", "/nowhere"], 2, "is not a checkpoint"),
         (["ckpt", "ls", "/nowhere"], 2, "no checkpoints there"),
         (["flops", "/nowhere"], 2, "cannot read"),
