@@ -21,7 +21,7 @@ from data_prep.manifest import (
 )
 from data_prep.plan import Plan, Split
 from data_prep.record import SegmentRecord, SplitOutput
-from data_prep.report import QUARANTINE_NAME
+from data_prep.report import QUARANTINE_NAME, PrepReport, summarise
 from data_prep.tails import filler_id, join_tails, refuse_starved
 from data_prep.tokenizer import Tokenizer
 
@@ -201,6 +201,22 @@ def write_split(
             "share_of_documents": [split.low, split.high],
         },
     )
+
+
+def reweigh(plan: Plan, data_dir: Path, report: PrepReport) -> PrepReport:
+    """A finished prep under the plan's weights: they decide the order of training, so only manifests change."""
+    summaries = []
+    for split in report.splits:
+        manifest = Manifest.read(data_dir / split.name)
+        sources = _sources(plan, manifest.shards)
+        if sources != manifest.sources:
+            manifest = manifest.model_copy(update={"sources": sources})
+            manifest.write(data_dir / split.name)
+        summaries.append(summarise(manifest))
+    if summaries != report.splits:
+        report = report.model_copy(update={"splits": summaries})
+        report.write()
+    return report
 
 
 def _sources(plan: Plan, shards: list[ShardEntry]) -> list[SourceEntry]:

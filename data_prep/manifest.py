@@ -136,6 +136,9 @@ class Manifest(_Record):
         ]
         if self.filler:
             seen.append([s.filler for s in self.shards])
+        weights = [s.weight for s in self.sources if s.num_sequences]
+        if len(set(weights)) > 1:  # they decide the order of training
+            seen.append(weights)
         return xxhash.xxh3_128_hexdigest(json.dumps(seen, separators=(",", ":")).encode())
 
     def write(self, split_dir: Path) -> None:

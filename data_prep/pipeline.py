@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from calm_scale.config import RunConfig
 from calm_scale.config.base import CalmScaleError
-from data_prep.assemble import check_limit, collect, write_rejected, write_split
+from data_prep.assemble import check_limit, collect, reweigh, write_rejected, write_split
 from data_prep.dedup import find_duplicates
 from data_prep.errors import EncoderMismatchError, PrepError, ShardError, StarvedSplitError, explain
 from data_prep.inspection import store_definition
@@ -161,7 +161,7 @@ def _already_done(plan: Plan, journal: Journal) -> PrepReport | None:
             f"{error}\n{journal.data_dir} was finished and is damaged now: bring the file back, or prepare all of it "
             "again with --restart"
         ) from None
-    return report.model_copy(update={"already_done": True})
+    return reweigh(plan, journal.data_dir, report).model_copy(update={"already_done": True})
 
 
 def _pass(

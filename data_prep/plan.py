@@ -53,10 +53,10 @@ class Plan:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Every setting that decides the bytes (not the number of workers, not the limit on bad records)."""
-        ignored = {"workers", "max_bad_fraction"}
+        """Every setting that decides the shards (not the workers, the limit on bad records, or the weights)."""
+        ignored: Any = {"workers": True, "max_bad_fraction": True, "sources": {"__all__": {"weight"}}}
         return {
-            "prep": {k: v for k, v in self.prep.model_dump(mode="json").items() if k not in ignored},
+            "prep": self.prep.model_dump(mode="json", exclude=ignored),
             "inputs": [item.as_dict() for item in self.inputs],
             "segment_bytes": self.segment_bytes,
             "dtype": self.dtype,

@@ -13,6 +13,7 @@ from rich.console import Console
 from data_prep.cold import open_cold
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
+from data_prep.report import PrepReport
 from data_prep.shards import ShardHeader, map_tokens, read_header
 
 _ROWS_AT_ONCE = 1 << 22
@@ -25,6 +26,7 @@ class Verification:
     directory: Path
     num_shards: int = 0
     num_tokens: int = 0
+    fingerprint: str = ""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -46,6 +48,7 @@ def verify_split(
     except ShardError as error:
         found.problems.append(str(error))
         return found
+    found.fingerprint = manifest.fingerprint
     for done, entry in enumerate(manifest.shards, 1):
         found.problems += shard_problems(split_dir, manifest, entry)
         found.num_shards += 1
@@ -63,14 +66,18 @@ def verify_tree(directory: Path) -> list[Verification]:
     """
     if (directory / "data" / MANIFEST_NAME).exists():
         directory = directory / "data"
-    if (directory / MANIFEST_NAME).exists() and not any(directory.glob(f"*/{MANIFEST_NAME}")):
-        return [verify_split(directory)]
-    splits = sorted(path.parent for path in directory.glob(f"*/{MANIFEST_NAME}"))
-    if not splits:
+    report = PrepReport.read(directory)
+    stated = {directory / split.name: split.fingerprint for split in report.splits} if report else {}
+    splits = sorted({*stated, *(path.parent for path in directory.glob(f"*/{MANIFEST_NAME}"))})
+    if not splits and not (directory / MANIFEST_NAME).exists():
         raise ShardMistakeError(
             f"{directory} holds no prepared split (no {MANIFEST_NAME}); run `calm-scale prep` first"
         )
-    return [verify_split(split) for split in splits]
+    found = [verify_split(split) for split in splits or [directory]]
+    for one in found:
+        if one.fingerprint and stated.get(one.directory, one.fingerprint) != one.fingerprint:
+            one.problems.append(f"{one.directory}: is not the split that {directory / MANIFEST_NAME} names")
+    return found
 
 
 def _manifest_problems(manifest: Manifest) -> list[str]:

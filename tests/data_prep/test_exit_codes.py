@@ -132,6 +132,9 @@ def test_looking_into_shards(prep: Prep, document: Path, tmp_path: Path) -> None
     for folder in (data, tmp_path / "run"):
         code, said = prep("inspect", folder)
         assert (code, "run/data/train" in said) == (2, True)
+    (data / "train").rename(tmp_path / "train")
+    assert prep("verify", data)[0] == 1  # a split of the prep is missing
+    (tmp_path / "train").rename(data / "train")
     pair = tmp_path / "pair/x"
     assert prep("export-megatron", data / "train", pair)[0] == 0
     back = ("import-megatron", document, pair, "--set", f"data={tmp_path / 'back'}")

@@ -298,6 +298,15 @@ def test_mixture_weights_and_filters_reach_the_reader(
     stream = dataset.order(0)(np.arange(n))
     share = 3 * first / (3 * first + (n - first))
     assert abs((stream < first).sum() - share * n) <= 1
+    before = {p: p.stat().st_mtime_ns for p in config.data_dir.glob("*/*.shard")}
+    sources[0]["weight"] = 0.5
+    again = run(make_config([], sources=sources, sequence_length=16, segment_megabytes=0.002))
+    assert again.already_done  # a weight is the order's business: no text is tokenized again
+    assert {p: p.stat().st_mtime_ns for p in config.data_dir.glob("*/*.shard")} == before
+    lighter = ShardDataset(config.data_dir / "train", 16)
+    assert (lighter.order(0)(np.arange(n)) < first).sum() < (stream < first).sum()
+    assert lighter.fingerprint != dataset.fingerprint  # a resume notices it
+    assert again.splits[0].fingerprint == lighter.fingerprint
     filtered = make_config(a, workdir="f", sources=[{"paths": [str(a)], "exclude_sets": ["T"]}])
     with pytest.raises(PrepError, match="no document is left of 200"):
         run(filtered)
