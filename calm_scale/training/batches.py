@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -119,6 +120,9 @@ def _batch(step: int, samples: Samples, picked: npt.NDArray[Any], places: npt.ND
     return Batch(step=step, tokens=tokens, sample_ids=torch.from_numpy(places.copy()))
 
 
+_PATIENCE_SECONDS = 5.0
+
+
 class _ReadAhead(Iterator[Batch]):
     """Worker w reads every ``workers``-th batch; they are handed out in order, so the count changes nothing."""
 
@@ -128,12 +132,14 @@ class _ReadAhead(Iterator[Batch]):
             queue.Queue(maxsize=depth) for _ in range(batches.workers)
         ]
         self._next = 0
+        self._threads: list[threading.Thread] = []
         for worker, out in enumerate(self._queues):
             thread = threading.Thread(
                 target=self._read, args=(batches, step, consumed_samples, worker, out), daemon=True
             )
             thread.name = f"read-ahead-{worker}"
             thread.start()
+            self._threads.append(thread)
 
     def _read(
         self,
@@ -177,5 +183,9 @@ class _ReadAhead(Iterator[Batch]):
         return item
 
     def close(self) -> None:
-        """Ends the reader threads."""
+        """Ends the reader threads, and waits for them a little: one that is inside of torch while the interpreter
+        ends would abort the process."""
         self._stop.set()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
