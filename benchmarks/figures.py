@@ -81,8 +81,10 @@ def cross_entropy(configs: Sequence[RunConfig], out: Path, world: World) -> None
     rows = [row for config in configs for row in scored_checkpoints(config, world)]
     write(out / "cross_entropy.json", rows)
     nats, scores = [r["cross_entropy"] for r in rows], [r["brierlm"] for r in rows]
-    result = draw_correlation(nats, scores, out / "cross_entropy.png")
+    result = draw_correlation(nats, scores, out / "cross_entropy.png", [r["run"] for r in rows])
     print(f"pearson: {result.pearson:.3f}\nspearman: {result.spearman:.3f}\ncheckpoints: {result.num_points}")
+    if left_out := len(rows) - result.num_points:
+        print(f"undefined_brierlm: {left_out}")
 
 
 def scored_checkpoints(config: RunConfig, world: World) -> Iterator[dict[str, Any]]:
@@ -92,8 +94,10 @@ def scored_checkpoints(config: RunConfig, world: World) -> Iterator[dict[str, An
             model = open_model(config, world, entry.step).model
             exact = evaluate_exact(model, data, config.evaluation)
             sampled = evaluate(model, data, config.evaluation, bos_id=data.manifest.bos_id).score
+            shown = "undefined" if sampled.brierlm is None else f"{sampled.brierlm:.3f}"
             print(
-                f"  {config.name} step {entry.step}: {exact.cross_entropy:.4f} nats, BrierLM {sampled.brierlm}"
+                f"  {config.name} step {entry.step}: {exact.cross_entropy:.4f} nats, BrierLM {shown}",
+                flush=True,
             )
             yield {
                 "run": config.name,

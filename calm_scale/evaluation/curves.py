@@ -94,15 +94,32 @@ def draw_curves(series: Mapping[str, Sequence[CurvePoint]], path: Path) -> None:
 
 
 def draw_correlation(
-    cross_entropy: Sequence[float], brierlm: Sequence[float | None], path: Path
+    cross_entropy: Sequence[float],
+    brierlm: Sequence[float | None],
+    path: Path,
+    runs: Sequence[str] | None = None,
 ) -> Correlation:
-    """The picture of Fig. 3 with its correlations in the title."""
+    """The picture of Fig. 3 with its correlations in the title.
+
+    Args:
+        cross_entropy, brierlm: of each checkpoint.
+        path: the picture.
+        runs: the run of each checkpoint; several get a colour each.
+    """
     correlation = correlate(cross_entropy, brierlm)
     figure, axes = _figure("cross-entropy (nats a token)", "BrierLM")
-    defined = [(c, b) for c, b in zip(cross_entropy, brierlm, strict=True) if b is not None]
-    axes.plot(*zip(*defined, strict=True), linestyle="none", marker="o")
+    defined: dict[str, list[tuple[float, float]]] = {}
+    for c, b, run in zip(cross_entropy, brierlm, runs or [""] * len(brierlm), strict=True):
+        if b is not None:
+            defined.setdefault(run, []).append((c, b))
+    for run, points in defined.items():
+        axes.plot(*zip(*points, strict=True), linestyle="none", marker="o", label=run)
+    if len(defined) > 1:
+        axes.legend()
+    undefined = len(brierlm) - correlation.num_points
     axes.set_title(
         f"Pearson {correlation.pearson:.3f}, Spearman {correlation.spearman:.3f}, n {correlation.num_points}"
+        + (f" ({undefined} with an undefined BrierLM left out)" if undefined else "")
     )
     _write(figure, path)
     return correlation

@@ -34,7 +34,10 @@ def test_correlation_of_known_numbers(tmp_path):
     assert result.spearman == pytest.approx(-1)
     assert result.pearson == pytest.approx(np.corrcoef([1, 2, 3], [8, 4, 2])[0, 1])
     assert correlate([1, 1, 2], [3.0, 3.0, 1.0]).spearman == pytest.approx(-1)
-    draw_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0], tmp_path / "fig3.png")
+    scores = [3.0, 2.0, 1.0, None]
+    drawn = draw_correlation([1.0, 2.0, 3.0, 4.0], scores, tmp_path / "fig3.png", ["a", "a", "b", "b"])
+    assert (drawn.num_points, drawn.pearson) == (3, pytest.approx(-1))
+    assert (tmp_path / "fig3.png").stat().st_size > 1000
     with pytest.raises(EvaluationError, match="at least 3"):
         correlate([1.0, 2.0], [1.0, None])
 

@@ -9,6 +9,7 @@ from calm_scale.config.evaluation import EvaluationConfig
 from calm_scale.evaluation.brier import EvaluationError
 from calm_scale.evaluation.evaluate import evaluate
 from calm_scale.evaluation.report import load, save, table, to_document
+from calm_scale.evaluation.sequences import Teams
 
 
 class FakeCrew:
@@ -79,6 +80,26 @@ def test_a_failing_rank_stops_the_others(markov, chain):
     crew = FakeCrew(0, 2, {1: ([], "RuntimeError: out of memory")})
     with pytest.raises(EvaluationError, match="rank 1 failed: RuntimeError"):
         evaluate(model, model.sequences(4, 32), EvaluationConfig(bootstrap=100), crew=crew)
+
+
+def test_teams_of_ranks_score_like_single_ranks(markov, chain):
+    """Four ranks, two to a model: teams share the sequences and the first rank of each speaks."""
+    model = markov(chain, 4)
+    sequences, config = model.sequences(5, 64), EvaluationConfig(bootstrap=100)
+    whole = evaluate(model, sequences, config)
+    seconds = [FakeCrew(rank, 4) for rank in (2, 3)]
+    for ranks in seconds:
+        evaluate(model, sequences, config, crew=Teams(ranks, 2))
+    assert len(seconds[0].said[0]) == len(seconds[1].said[0]) == 2
+    others = {1: ("another rank of the first team", None), 2: seconds[0].said, 3: seconds[1].said}
+    split = evaluate(model, sequences, config, crew=Teams(FakeCrew(0, 4, others), 2))
+    assert to_document(split)["score"] == to_document(whole)["score"]
+    assert (split.execution["ranks"], split.execution["tensor_parallel"]) == (4, 2)
+    model.vocab_size = 1
+    with pytest.raises(
+        EvaluationError, match="vocabulary has 1 ids"
+    ):  # at once: its team may wait in a layer
+        evaluate(model, sequences, config, crew=Teams(FakeCrew(0, 4), 2))
 
 
 def test_documents_run_over_sequence_borders(markov, chain):
