@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -175,17 +177,56 @@ def kill_a_rank(slurm: Any, run: RunConfig, job: str) -> None:
 
 
 def compare_with_unbroken(run: RunConfig, folder: Path) -> None:
-    """The same run without an interruption, started by our own launcher: equal to the last bit."""
-    changes = {"name": "unbroken", "workdir": folder / "unbroken", "data": run.data_dir}
-    lm = run.lm.model_copy(update={"autoencoder": run.autoencoder_export}) if run.lm else None
-    unbroken = run.model_copy(update={**changes, "lm": lm})
+    """Both stages without an interruption, started by our own launcher: equal to the last bit.
+
+    Losses, norms, and at the end the weights and Adam's moments, of the autoencoder too.
+    """
+    unbroken = run.model_copy(
+        update={"name": "unbroken", "workdir": folder / "unbroken", "data": run.data_dir}
+    )
     file = folder / "unbroken.yaml"
     file.write_text(to_yaml(unbroken))
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    command = [sys.executable, "-m", "calm_scale", "train-lm", str(file)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for stage in ("train-ae", "train-lm"):
+        command = [sys.executable, "-m", "calm_scale", stage, str(file)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
     broken, whole = rows(run, "lm"), rows(unbroken, "lm")
     assert sorted(broken) == sorted(whole) == list(range(1, STEPS + 1))
     for step, row in whole.items():
         assert (broken[step]["loss"], broken[step]["grad_norm"]) == (row["loss"], row["grad_norm"]), step
+    for stage in ("autoencoder", "lm"):
+        ours, theirs = state(run, stage), state(unbroken, stage)
+        assert ours.keys() == theirs.keys()
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            assert sum(kind in re.split("[./]", key) for key in ours) > 5, (stage, sorted(ours)[:20])
+        different = [key for key, tensor in ours.items() if not same_bits(tensor, theirs[key])]
+        assert not different, (stage, different)
+
+
+def state(run: RunConfig, stage: str) -> dict[str, Any]:
+    """Every tensor of the last checkpoint, whole, by key: weights and optimizer state."""
+    from safetensors.torch import load_file
+    from torch import empty
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    shards = run.workdir / stage / "checkpoints" / f"step_{STEPS:08d}" / "shards"
+    files = sorted(shards.glob("*.safetensors"))
+    if files:
+        return {key: tensor for file in files for key, tensor in load_file(file).items()}
+    reader = FileSystemReader(shards)
+    found = {
+        key: empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group here: that is meant
+        load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Equal to the last bit, signs of zeros included."""
+    return one.dtype == other.dtype and one.numpy().tobytes() == other.numpy().tobytes()
