@@ -69,7 +69,7 @@ def _train(stage: Stage, config: RunConfig, nproc: int | None, accept: list[str]
     if stage == "autoencoder":
         from calm_scale.stages.autoencoder import train_autoencoder
 
-        return launch.leave(train_autoencoder(config, accept))
+        return train_autoencoder(config, accept)
     from calm_scale.stages.lm import train_lm as train_language_model
 
-    return launch.leave(train_language_model(config, accept))
+    return train_language_model(config, accept)

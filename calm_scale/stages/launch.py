@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from typing import Literal
 
@@ -62,17 +60,3 @@ def spawn_if_needed(num_ranks: int) -> int | None:
     if num_ranks == 1 or not alone:
         return None
     return launch([sys.executable, "-m", "calm_scale", *sys.argv[1:]], num_ranks)
-
-
-def leave(exit_code: int) -> int:
-    """End this process now if it is one of many ranks, else give the code back.
-
-    Everything is on disk by then. What is left is torch taking down its process groups and threads, which costs
-    seconds of every rank and now and then aborts one (SIGABRT), so that a finished run would count as failed.
-    """
-    if facts().world_size == 1:
-        return exit_code
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,20 +42,6 @@ def test_a_rank_of_a_launcher_never_starts_more(started: list[int], monkeypatch:
         monkeypatch.setenv(name, value)
     assert stage_launch.spawn_if_needed(2) is None
     assert started == []
-
-
-def test_one_of_many_ranks_ends_at_once_and_a_lone_one_goes_on() -> None:
-    program = (
-        "import atexit; from calm_scale.stages.launch import leave; atexit.register(print, 'late'); "
-        "print('written'); print('code', leave(75))"
-    )
-    lone = {name: value for name, value in os.environ.items() if name not in CLEAN}
-    many = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
-    for env, code, text in ((lone, 0, "written\ncode 75\nlate\n"), (lone | many, 75, "written\n")):
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False
-        )
-        assert (done.returncode, done.stdout) == (code, text)
 
 
 @pytest.mark.parametrize(

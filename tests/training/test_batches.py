@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import chain
 from types import ModuleType
 
@@ -68,6 +69,16 @@ def test_a_broken_read_reaches_the_loop(tiny: ModuleType) -> None:
 
     with pytest.raises(OSError, match="disk gone"):
         next(TrainingBatches(Broken(50), SampleOrder(50, 0), BatchPlan(12, 2, 0, 1)).iterate(1, 0))
+
+
+def test_no_reader_is_left_after_the_loop(tiny: ModuleType) -> None:
+    """One that is inside of torch while the interpreter ends aborts the process."""
+    others = set(threading.enumerate())
+    batches = stream(tiny, 3).iterate(1, 0)
+    next(batches)
+    assert len(set(threading.enumerate()) - others) == 3
+    batches.close()
+    assert set(threading.enumerate()) <= others
 
 
 @pytest.mark.parametrize(("asked", "there", "expected"), [(24, 30, 2), (64, 30, 2), (5, 30, 1), (24, 5, 1)])
