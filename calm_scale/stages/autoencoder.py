@@ -57,6 +57,8 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
             accept=accept,
             stop=stop,
         )
+        if world.is_first:
+            _draw_latents(config, engine)
         if outcome.exit_code == EXIT_OK:
             _export(config, engine, world, outcome, train)
         return outcome.exit_code
@@ -69,20 +71,27 @@ def _store_deepspeed_config(config: RunConfig, engine: DeepSpeedEngine) -> None:
     path = config.workdir / "autoencoder" / "deepspeed.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(engine.config, indent=2) + "\n", encoding="utf-8")
-    print(f"[autoencoder] DeepSpeed runs with {path}: {json.dumps(engine.config)}", file=sys.stderr, flush=True)
+    print(
+        f"[autoencoder] DeepSpeed runs with {path}: {json.dumps(engine.config)}", file=sys.stderr, flush=True
+    )
+
+
+def _draw_latents(config: RunConfig, engine: DeepSpeedEngine) -> None:
+    """The latest evaluation of this attempt as `autoencoder/latents.png`: the noise curve, σ and KL per dimension."""
+    from calm_scale.autoencoder.plots import draw_report
+
+    if engine.last_report is not None:
+        draw_report(engine.last_report, config.workdir / "autoencoder" / "latents.png")
 
 
 def _export(
     config: RunConfig, engine: DeepSpeedEngine, world: World, outcome: Outcome, train: ShardDataset
 ) -> None:
     from calm_scale.autoencoder.export import write_export
-    from calm_scale.autoencoder.plots import draw_report
 
     stage = autoencoder_section(config)
     weights = engine.weights()
     if world.is_first:
-        if engine.last_report is not None:
-            draw_report(engine.last_report, config.workdir / "autoencoder" / "latents.png")
         samples = outcome.step * stage.training.global_batch
         write_export(
             config.workdir / "autoencoder" / "export",
