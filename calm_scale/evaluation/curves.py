@@ -89,6 +89,8 @@ def draw_curves(series: Mapping[str, Sequence[CurvePoint]], path: Path) -> None:
             axes.annotate(
                 p.label, (p.collision, p.accuracy), textcoords="offset points", xytext=(4, -9), fontsize=7
             )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
     axes.legend()
     _write(figure, path)
 
