@@ -19,16 +19,16 @@ _ROWS_AT_ONCE = 8 << 20
 
 
 class HashFile:
-    """Hashes uint64 [n, 2] of one segment's documents; row 0 of the file says whether the segment is the last."""
+    """Hashes uint64 [n, 2] of one segment; row 0 of the file: whether it is the last, whether the input is corrupt."""
 
     def __init__(self, journal: Journal, item: int, segment: int) -> None:
         self.path = journal.record_path(item, segment).with_suffix(".hashes.npy")
 
-    def write(self, hashes: NDArray[np.uint64], *, last: bool) -> None:
+    def write(self, hashes: NDArray[np.uint64], *, last: bool, corrupt: bool = False) -> None:
         """Write in one atomic step."""
         part = self.path.with_name(self.path.name + ".part")
         with part.open("wb") as file:
-            np.save(file, np.concatenate([np.array([[last, 0]], np.uint64), hashes]))
+            np.save(file, np.concatenate([np.array([[last, corrupt]], np.uint64), hashes]))
         part.replace(self.path)
 
     def last(self) -> bool | None:
@@ -36,6 +36,10 @@ class HashFile:
         if not self.path.exists():
             return None
         return bool(np.load(self.path, mmap_mode="r")[0, 0])
+
+    def corrupt(self) -> bool:
+        """Whether the input was found corrupt in this segment: all of it is then left out."""
+        return bool(np.load(self.path, mmap_mode="r")[0, 1])
 
     def rows(self) -> NDArray[np.uint64]:
         """The hashes [n, 2], memory-mapped."""
@@ -81,13 +85,21 @@ def find_duplicates(journal: Journal, num_inputs: int) -> int:
 
 
 def _hash_files(journal: Journal, num_inputs: int) -> Iterator[tuple[tuple[int, int], HashFile]]:
+    """Of every input that is used: a document repeats only what is kept."""
     for item in range(num_inputs):
+        if any(file.corrupt() for file in _all_of(journal, item)):
+            continue
         segment = 0
         while (last := (file := HashFile(journal, item, segment)).last()) is not None:
             yield (item, segment), file
             if last:
                 break
             segment += 1
+
+
+def _all_of(journal: Journal, item: int) -> Iterator[HashFile]:
+    for path in journal.root.glob(f"records/{item:06d}-*.hashes.npy"):
+        yield HashFile(journal, item, int(path.name[7:].split(".")[0]))
 
 
 def _repeats(

@@ -114,7 +114,7 @@ class HashTask:
         """See ``Task``. A corrupt input ends here; the encoding pass reports it."""
         digests: list[bytes] = []
         read = 0
-        last = True
+        last, corrupt = True, False
         try:
             for block in reader.texts(segment):
                 digests += [xxhash.xxh3_128_digest(text.encode()) for text in block.texts]
@@ -124,11 +124,11 @@ class HashTask:
         except SourceError:
             if self._plan.prep.on_corrupt_file != "quarantine":
                 raise
-            digests = []
-        if segment and not read and last:
+            digests, corrupt = [], True
+        if segment and not read and last and not corrupt:
             return None
         hashes = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
-        HashFile(self._journal, item, segment).write(hashes, last=last)
+        HashFile(self._journal, item, segment).write(hashes, last=last, corrupt=corrupt)
         return Outcome(last)
 
 

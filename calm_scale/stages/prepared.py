@@ -46,7 +46,8 @@ def inspect_shards(
             markup=False,
             soft_wrap=True,
         )
-        console.print(stored.text, markup=False, soft_wrap=True)
+        shown = (stored.text or "").replace("\x1b", "␛")  # a text must not drive the terminal
+        console.print(shown, markup=False, soft_wrap=True)
     if picture is not None:
         console.print(f"picture: {draw_lengths(folder, picture)}", soft_wrap=True)
     return EXIT_OK

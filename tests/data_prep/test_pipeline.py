@@ -145,6 +145,29 @@ def test_exact_duplicates_are_dropped_and_the_first_stays(
     assert not (config.data_dir / ".prep").exists()
 
 
+def test_a_document_repeats_only_what_is_kept(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace
+) -> None:
+    """The first of two equal files is cut and left out as a whole: the second is no duplicate of it."""
+    texts = kit.make_texts(300)
+    whole = kit.write_lines(tmp_path / "b.jsonl.zst", texts)
+    (tmp_path / "a.jsonl.zst").write_bytes(whole.read_bytes()[:-9])
+    for workers in (1, 2):
+        config = make_config(
+            [tmp_path / "a.jsonl.zst", whole],
+            f"run{workers}",
+            workers=workers,
+            deduplicate=True,
+            on_corrupt_file="quarantine",
+            segment_megabytes=0.01,
+            sequence_length=8,
+        )
+        report = run(config)
+        check_closed(config, report)
+        assert (report.documents["kept"], report.documents["duplicates"]) == (300, 0)
+        assert list(report.corrupt_inputs) == [str(tmp_path / "a.jsonl.zst")]
+
+
 def test_bad_records_are_counted_with_file_and_line(
     tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace
 ) -> None:
