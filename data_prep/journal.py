@@ -6,6 +6,7 @@ there, is there, whenever the process was killed. Claims belong to one attempt; 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -25,10 +26,19 @@ WORK_FOLDER = ".prep"
 
 
 class FolderLock:
-    """One prep per data folder. The kernel drops the lock when the process dies, however it dies."""
+    """One prep per data folder. The kernel drops the lock when the process dies, however it dies.
+
+    Raises:
+        PrepMistakeError: the folder cannot be made.
+    """
 
     def __init__(self, data_dir: Path) -> None:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise PrepMistakeError(f"{data_dir}: cannot be made ({error.strerror}); set `data`") from None
         self._path = data_dir / ".prep.lock"
         self._file: TextIO | None = None
 

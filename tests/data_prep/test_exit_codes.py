@@ -57,6 +57,7 @@ MISTAKES = {
     "no such special token": ("tokenizer.bos_token=<none>", "is no special token"),
     "ids do not fit": ("vocab_size=300", "vocab_size"),
     "starved": ("prep.sequence_length=65536", "less than one sequence"),
+    "no such place": ("data=/proc/none", "cannot be made"),
     "unknown key": ("prep.sequence=3", "prep.sequence"),
 }
 
