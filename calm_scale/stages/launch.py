@@ -59,4 +59,10 @@ def spawn_if_needed(num_ranks: int) -> int | None:
     alone = me.launcher == "none" or (me.launcher == "slurm" and me.world_size == 1)
     if num_ranks == 1 or not alone:
         return None
-    return launch([sys.executable, "-m", "calm_scale", *sys.argv[1:]], num_ranks)
+    return launch(this_program(*sys.argv[1:]), num_ranks)
+
+
+def this_program(*arguments: str) -> list[str]:
+    """The command line of one calm-scale command with this interpreter, which looks for modules where they are
+    installed and not (``-P``) in the user's folder: a ``tty.py`` there would hide the library's."""
+    return [sys.executable, "-P", "-m", "calm_scale", *arguments]

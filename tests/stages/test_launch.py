@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,9 @@ def test_ranks_follow_from_the_layout(preset: str, stage: stage_launch.Stage, ra
 def test_a_missing_section_is_named(started: list[int]) -> None:
     with pytest.raises(ConfigError, match="no `autoencoder` section"):
         stage_launch.default_ranks(load(REPO / "configs/lm/transformer-s.yaml"), "autoencoder")
+
+
+def test_a_module_in_the_users_folder_hides_no_library(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
+    done = subprocess.run(stage_launch.this_program("--help"), cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0

@@ -14,17 +14,13 @@ from rich.console import Console
 
 from calm_scale.config import CalmScaleError
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
+from calm_scale.stages.launch import this_program
 
 POLL_SECONDS = 0.2
 
 
 class DemoError(CalmScaleError):
     """A step of the demo failed; names the command, so that it can be run by hand."""
-
-
-def calm_scale(*arguments: str) -> list[str]:
-    """The command line of one calm-scale command with this interpreter."""
-    return [sys.executable, "-m", "calm_scale", *arguments]
 
 
 def mpirun(num_ranks: int, command: Sequence[str]) -> list[str]:
@@ -40,7 +36,7 @@ def shown(command: Sequence[str]) -> str:
     """A command as a user would type it."""
     return (
         " ".join(command)
-        .replace(f"{sys.executable} -m calm_scale", "calm-scale")
+        .replace(" ".join(this_program()), "calm-scale")
         .replace(f"{Path(sys.executable).parent}/", "")
     )
 

@@ -12,9 +12,10 @@ from rich.rule import Rule
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
 from calm_scale.runtime.metrics import highest_step
-from calm_scale.stages.demo.commands import DemoError, calm_scale, mpirun, run, shown
+from calm_scale.stages.demo.commands import DemoError, mpirun, run, shown
 from calm_scale.stages.demo.layout import FIRST_LAYOUT, SECOND_LAYOUT, DemoFolder
 from calm_scale.stages.demo.results import newest_layout
+from calm_scale.stages.launch import this_program
 
 PROMPTS = ("def ", "Return the ", "import ", "The ")
 
@@ -70,12 +71,12 @@ class _Demo:
     def prep(self) -> None:
         """Tokenize and pack under MPI."""
         self._title("2 · data prep on two MPI ranks")
-        self._run(mpirun(2, calm_scale("prep", self.document)))
+        self._run(mpirun(2, this_program("prep", self.document)))
 
     def autoencoder(self) -> None:
         """Train and export the autoencoder."""
         self._title("3 · autoencoder under DeepSpeed ZeRO on two ranks")
-        self._run(calm_scale("train-ae", self.document))
+        self._run(this_program("train-ae", self.document))
 
     def language_model(self) -> None:
         """Train in one layout, stop half way as a time limit would, go on in another layout."""
@@ -95,7 +96,7 @@ class _Demo:
     def evaluate(self) -> None:
         """BrierLM on the held-out documents."""
         self._title("6 · BrierLM on held-out text")
-        self._run(calm_scale("eval", self.document))
+        self._run(this_program("eval", self.document))
 
     def generate(self) -> None:
         """Samples by Algorithm 2."""
@@ -104,17 +105,19 @@ class _Demo:
         prompts = self.folder.out / "prompts.jsonl"
         prompts.write_text(lines, encoding="utf-8")
         self._run(
-            calm_scale("generate", self.document, "--jsonl", str(prompts), "--out", str(self.folder.samples))
+            this_program(
+                "generate", self.document, "--jsonl", str(prompts), "--out", str(self.folder.samples)
+            )
         )
 
     def account(self) -> None:
         """The FLOPs report of this run."""
         self._title("8 · FLOPs report")
         files = ("--html", str(self.folder.flops_report), "--json", str(self.folder.flops_numbers))
-        self._run(calm_scale("flops", str(self.folder.run), "--short", *files))
+        self._run(this_program("flops", str(self.folder.run), "--short", *files))
 
     def _train_lm(self, layout: tuple[str, ...]) -> list[str]:
-        return calm_scale("train-lm", self.document, *(word for item in layout for word in ("--set", item)))
+        return this_program("train-lm", self.document, *(word for item in layout for word in ("--set", item)))
 
     def _run(self, command: list[str], stop_at: tuple[Path, int] | None = None) -> int:
         self.typed.append(shown(command))
