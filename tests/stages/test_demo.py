@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from calm_scale.config import load
-from calm_scale.stages.demo.commands import DemoError, calm_scale, mpirun, run, shown
+from calm_scale.stages.demo.commands import DemoError, mpirun, run, shown
 from calm_scale.stages.demo.curves import draw
 from calm_scale.stages.demo.layout import DemoFolder
+from calm_scale.stages.launch import this_program
 
 
 def test_it_clears_its_own_folder_only(tmp_path: Path) -> None:
@@ -40,8 +41,8 @@ def test_its_document_is_an_ordinary_one(tmp_path: Path, quick: bool) -> None:
 
 
 def test_commands_are_shown_as_a_user_types_them() -> None:
-    assert shown(calm_scale("train-ae", "demo.yaml")) == "calm-scale train-ae demo.yaml"
-    assert shown(mpirun(2, calm_scale("prep", "demo.yaml"))).endswith("-n 2 calm-scale prep demo.yaml")
+    assert shown(this_program("train-ae", "demo.yaml")) == "calm-scale train-ae demo.yaml"
+    assert shown(mpirun(2, this_program("prep", "demo.yaml"))).endswith("-n 2 calm-scale prep demo.yaml")
 
 
 def test_a_failing_step_ends_the_demo_with_its_command() -> None:
