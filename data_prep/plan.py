@@ -177,7 +177,7 @@ def check_disk(plan: Plan, data_dir: Path) -> int:
     free = shutil.disk_usage(place).free
     if plan.disk_bytes > free:
         raise PrepError(
-            f"the shards need about {plan.disk_bytes / 1e9:.1f} GB, {place} has {free / 1e9:.1f} GB free: free some "
+            f"the shards need about {plan.disk_bytes / 1e9:,.3f} GB, {place} has {free / 1e9:,.3f} GB free: free some "
             "space or set `data` to another disk"
         )
     return free
