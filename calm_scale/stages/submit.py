@@ -38,12 +38,14 @@ def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
     _plan(console, sweep.base, sweep.shared, cluster, dry_run, sweep)
+    name = f"{sweep.base.name}-sweep"
+    if not dry_run:  # what can be refused is refused before the first job is queued
+        submit_sweep(sweep.runs, cluster, sweep.folder, name, dry_run=True, stages=sweep.own)
     last = None
     if sweep.shared:
         base = submit(sweep.base, cluster, config_path, dry_run=dry_run, stages=sweep.shared)
         _show(console, base, sweep.base, cluster)
         last = base.jobs[-1].job_id
-    name = f"{sweep.base.name}-sweep"
     submission = submit_sweep(
         sweep.runs, cluster, sweep.folder, name, dry_run=dry_run, stages=sweep.own, after=last
     )

@@ -12,6 +12,8 @@ from calm_scale.config import ConfigError, RunConfig, load
 from launchers.slurm.layout import STAGES, Stage, stages_of
 
 MOST_RUNS = 1000
+_TOP_LEVEL_COMMA = re.compile(r",(?![^\[{]*[\]}])")
+"""A comma between values, not one inside of a ``{…}`` or ``[…]``."""
 _FIRST_STAGE: dict[str, Stage] = {
     "vocab_size": "prep",
     "tokenizer": "prep",
@@ -73,12 +75,23 @@ def plan_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> S
     names = [run.name for run in runs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"--sweep: values that look the same in a name: {', '.join(twice)}")
+    _refuse_equal(runs)
     return Sweep(base, tuple(runs), shared, own)
+
+
+def _refuse_equal(runs: Sequence[RunConfig]) -> None:
+    """Values that are written differently may mean the same run (1e-3 and 0.001)."""
+    seen: dict[str, str] = {}
+    for run in runs:
+        meaning = run.model_dump_json(exclude={"name", "workdir"})
+        if meaning in seen:
+            raise ConfigError(f"--sweep: {seen[meaning]} and {run.name} are the same run twice")
+        seen[meaning] = run.name
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
     key, separator, listed = text.partition("=")
-    values = [value.strip() for value in listed.split(",")]
+    values = [value.strip() for value in _TOP_LEVEL_COMMA.split(listed)]
     if not separator or not key.strip() or not all(values):
         raise ConfigError(
             f"--sweep {text}: write it as key.path=value,value, e.g. lm.training.optimizer.lr=1e-4,2e-4"

@@ -87,6 +87,7 @@ def test_the_first_stage_that_changes_begins_each_runs_own(base: Path) -> None:
         (["lm.training.steps=1,"], "key.path=value"),
         (["lm.training.steps=1,1"], "stands twice"),
         (["lm.training.steps=1", "lm.training.steps=2"], "names a key twice"),
+        (["lm.training.optimizer.lr=1e-3,0.001"], "base-lr-1e-3 and base-lr-0.001 are the same run"),
         (["evaluation.seed=1,2"], "changes nothing that is trained"),
         (["name=a,b"], "changes nothing that is trained"),
         (["lm.training.stepz=1,2"], "did you mean `steps`"),
@@ -96,6 +97,13 @@ def test_the_first_stage_that_changes_begins_each_runs_own(base: Path) -> None:
 def test_other_sweeps_are_refused(base: Path, texts: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan_sweep(base, [], texts)
+
+
+def test_a_value_may_hold_commas_in_braces(base: Path) -> None:
+    runs = plan_sweep(
+        base, [], ["lm.head={kind: energy, num_samples: 2},{kind: energy, num_samples: 4}"]
+    ).runs
+    assert [run.lm.head.num_samples for run in runs] == [2, 4]  # type: ignore[union-attr]
 
 
 def test_a_dry_run_shows_every_task_and_queues_nothing(base: Path) -> None:
@@ -174,3 +182,10 @@ def test_a_larger_sweep_takes_up_the_tasks_of_a_smaller_one(base: Path, queue: P
         "--dependency=afterok:2 --array=1",
         "--dependency=aftercorr:5 --array=1",
     ]
+
+
+def test_what_a_sweep_is_refused_for_is_found_before_anything_is_queued(base: Path, queue: Path) -> None:
+    command = ["submit", str(base), "--cluster", str(base.with_name("cluster.yaml"))]
+    done = CliRunner().invoke(app, [*command, "--sweep", "lm.parallel.tensor=1,2"])
+    assert isinstance(done.exception, ConfigError) and "different layouts" in str(done.exception)
+    assert (queue / "calls").read_text() == ""
