@@ -26,7 +26,7 @@ from calm_scale.config.stored import checked, read_object
 MODEL_FILE = "model.safetensors"
 CARD_FILE = "card.json"
 FORMAT_VERSION = 1
-_AGAIN = "export it again: calm-scale ckpt export RUN/autoencoder/checkpoints/step_XXXXXXXX --out DIR"
+_AGAIN = "export one again: calm-scale ckpt export RUN/autoencoder/checkpoints/step_XXXXXXXX --out DIR"
 
 
 class ExportError(ConfigError):
@@ -117,7 +117,10 @@ def read_card(directory: Path) -> ExportCard:
     """
     path = directory / CARD_FILE
     if not path.exists():
-        raise ExportError(f"{directory} holds no exported autoencoder ({CARD_FILE} is missing); {_AGAIN}")
+        raise ExportError(
+            f"{directory} holds no exported autoencoder ({CARD_FILE} is missing): run `calm-scale train-ae` to its end "
+            f"first, set lm.autoencoder to an export, or {_AGAIN}"
+        )
     raw = read_object(path, remedy=_AGAIN, raises=ExportError)
     if (version := raw.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
         raise ExportError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}")

@@ -121,9 +121,12 @@ def test_damaged_and_foreign_exports_are_refused(model: Autoencoder, tmp_path: P
     with pytest.raises(ExportError, match="cannot be read"):
         load_export(tmp_path)
     for text, said in (
-        ("{}", r"card\.json: does not fit: fingerprint: missing; vocab_size: missing; .*; export it again: "),
-        ("[1]", r"card\.json: is damaged: a JSON list, not an object; export it again: "),
-        ('{"fingerprint": ', r"card\.json: is damaged, not JSON: .*; export it again: "),
+        (
+            "{}",
+            r"card\.json: does not fit: fingerprint: missing; vocab_size: missing; .*; export one again: ",
+        ),
+        ("[1]", r"card\.json: is damaged: a JSON list, not an object; export one again: "),
+        ('{"fingerprint": ', r"card\.json: is damaged, not JSON: .*; export one again: "),
     ):
         (tmp_path / "card.json").write_text(text)
         with pytest.raises(ConfigError, match=said) as refused:
