@@ -60,7 +60,9 @@ def generate(
         Path | None,
         typer.Option("--jsonl", help="Read prompts from a JSON-lines file (`prompt`), print JSON lines."),
     ] = None,
-    out: Annotated[Path | None, output_file("--out", "File that --jsonl writes (default: stdout).")] = None,
+    out: Annotated[
+        Path | None, output_file("--out", "Write JSON lines to this file (default: stdout).")
+    ] = None,
     step: Step = None,
     tensor_parallel: TensorParallel = 1,
 ) -> None:

@@ -89,11 +89,8 @@ def score_texts(
     for number, (ids, given) in enumerate(zip(texts, context, strict=True)):
         num_patches = len(ids) // k
         first = max(1, given // k)
-        if num_patches <= first:
-            raise EvaluationError(
-                f"text {number} has {len(ids)} tokens of which {given} are given: no whole patch of {k} tokens "
-                "beyond the first is left to score"
-            )
+        if why := too_short(len(ids), k, given):
+            raise EvaluationError(f"text {number}: {why}")
         tokens = torch.tensor(list(ids[: num_patches * k]), device=device)[None]
         with torch.no_grad():
             hidden = model.hidden(tokens)[:, first - 1 : num_patches - 1]
@@ -108,6 +105,16 @@ def score_texts(
             TextScore("energy" if energy else "cross-entropy", mean, mean / k, scored, len(ids) - scored * k)
         )
     return scores
+
+
+def too_short(num_tokens: int, patch_size: int, num_given: int = 0) -> str | None:
+    """Why a text has no patch to score, or None where it has one."""
+    if num_tokens // patch_size > max(1, num_given // patch_size):
+        return None
+    given = f" of which {num_given} are given" if num_given else ""
+    return (
+        f"{num_tokens} tokens{given}: no whole patch of {patch_size} tokens beyond the first is left to score"
+    )
 
 
 def _shows_latents(model: Any) -> bool:

@@ -14,7 +14,7 @@ from rich.console import Console
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.world import init_world
-from calm_scale.stages.json_lines import read_texts
+from calm_scale.stages.json_lines import given_texts
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model, refuse_spare_ranks
 
@@ -33,18 +33,20 @@ def run_generation(
 ) -> int:
     """Continue the prompts (``--prompt`` or a JSON-lines file; one empty prompt when there is none).
 
+    A JSON-lines file is answered in JSON lines, and so is whatever goes to the file ``out``.
     ``tensor`` ranks hold the model, one part each; the first prints and writes.
     """
     from calm_scale.sampling.generate import generate
     from data_prep.tokenizer import load_tokenizer
 
-    texts = [*prompts, *(read_texts(jsonl, "prompt") if jsonl else [])] or [""]
+    texts = given_texts(prompts, jsonl, "prompt") or [""]
+    as_lines = jsonl is not None or out is not None
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
     world = init_world()
     try:
         refuse_spare_ranks(world, tensor, "generate")
         opened = open_model(config, world, step, tensor)
-        streaming = jsonl is None and len(texts) == 1 and world.is_first
+        streaming = not as_lines and len(texts) == 1 and world.is_first
         stream = _Stream(texts[0])
         done = generate(
             opened.model,
@@ -58,7 +60,7 @@ def run_generation(
         world.close()
     if not world.is_first:
         return EXIT_OK
-    if jsonl is not None:
+    if as_lines:
         _write_lines(done, texts, out)
     elif streaming:
         stream.end()

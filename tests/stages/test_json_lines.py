@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from calm_scale.config import ConfigError
-from calm_scale.stages.json_lines import read_texts
+from calm_scale.stages.json_lines import given_texts, read_texts
 
 
 def test_texts_are_read_in_order_whatever_they_hold(tmp_path: Path) -> None:
@@ -24,6 +25,7 @@ def test_texts_are_read_in_order_whatever_they_hold(tmp_path: Path) -> None:
         (b'{"prompt": "a"}\nnot json\n', r"prompts\.jsonl:2: expected a JSON object"),
         (b'{"prompt": 3}', r"prompts\.jsonl:1: expected a JSON object"),
         (b'{"prompt": "x\\ud800y"}', r"prompts\.jsonl:1: half a surrogate pair"),
+        (b"[" * 100_000, r"prompts\.jsonl:1: expected a JSON object"),
         (b"\xff\xfe", "cannot be read"),
         (b"\n", "holds no prompt"),
     ],
@@ -33,3 +35,15 @@ def test_what_is_no_text_is_refused_with_its_place(tmp_path: Path, content: byte
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         read_texts(path, "prompt")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "b"}\r\n')
+    assert given_texts(["a"], path, "prompt") == ["a", "b"]
+
+
+def test_an_option_that_is_not_utf8_is_refused() -> None:
+    text = os.fsdecode(b"a\xff\xfe")
+    with pytest.raises(ConfigError, match=r"--prompt: the byte 0xff is not UTF-8"):
+        given_texts([text], None, "prompt")

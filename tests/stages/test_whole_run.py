@@ -39,7 +39,11 @@ def test_the_lm_went_on_in_another_layout_with_one_record(trained: TinyRun) -> N
     rows = read_metrics(trained.folder / "lm" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["attempt"] for row in rows] == [0, 0, 0, 0, 1, 1]
-    stops = [event for event in ledger.read(trained.folder / "lm" / "ledger.jsonl") if event.kind == "stop"]
+    stops = [
+        event
+        for event in ledger.history(trained.folder / "lm" / "ledger.jsonl").events
+        if event.kind == "stop"
+    ]
     assert [(stop.attempt, stop.cause, stop.steps_done) for stop in stops] == [
         (0, "finished", 4),
         (1, "finished", 2),
@@ -77,8 +81,12 @@ def test_every_offset_two_results_compared_and_texts_ranked(trained: TinyRun, tm
     assert every["protocol"]["scored_offsets"] == [0, 1]
     assert every["score"]["num_positions"][0] > 1.9 * first["score"]["num_positions"][0]
     assert "coverage: a first, b all" in trained("compare", *map(str, results)).out
-    scored = trained("score", str(trained.document), "--text", "def main", "--text", "The sea").out
-    assert [json.loads(line)["kind"] for line in scored.splitlines()] == ["energy", "energy"]
+    scored = trained(
+        "score", str(trained.document), "--text", "def main", "--text", "", "--text", "The sea"
+    ).out
+    rows = [json.loads(line) for line in scored.splitlines()]
+    assert [row["kind"] for row in rows] == ["energy", None, "energy"]
+    assert "no whole patch of 2 tokens" in rows[1]["reason"]
 
 
 def test_generation_is_the_same_twice_and_on_two_ranks_and_stays_inside_the_vocabulary(
@@ -87,8 +95,9 @@ def test_generation_is_the_same_twice_and_on_two_ranks_and_stays_inside_the_voca
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def "}\n\n{"prompt": "The"}\n')
     texts = []
-    for name, ranks in (("a.jsonl", "1"), ("b.jsonl", "1"), ("split.jsonl", "2")):
-        options = ["--jsonl", str(prompts), "--out", str(tmp_path / name), "--tensor-parallel", ranks]
+    options_of = ["--jsonl", str(prompts)], ["--prompt", "def ", "--prompt", "The"]
+    for name, ranks, given in (("a.jsonl", "1", 0), ("b.jsonl", "1", 1), ("split.jsonl", "2", 0)):
+        options = [*options_of[given], "--out", str(tmp_path / name), "--tensor-parallel", ranks]
         trained("generate", str(trained.document), *options)
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1] == texts[2]
@@ -179,6 +188,7 @@ def test_resume_check_tells_safe_from_forbidden(trained: TinyRun) -> None:
             "no prepared",
         ),
         (["generate", "{doc}", "--jsonl", "{doc}"], 2, "tiny.yaml:1: expected a JSON object"),
+        (["score", "{doc}", "--text", ""], 2, "nothing to score"),
         (["generate", "{doc}", "--tensor-parallel", "3"], 2, "num_heads 2 is not divisible"),
         (["compare", "{doc}", "{doc}"], 2, "is damaged, not JSON"),
         (["ckpt", "verify", "/nowhere"], 2, "is not a checkpoint"),
