@@ -43,8 +43,9 @@ class ContainerConfig(Section):
 class StageResources(Section):
     """What one stage takes where the defaults do not fit.
 
-    ``nodes: None`` follows from the run's layout. ``tasks_per_node: None`` is one task per GPU (prep: one per
-    core; without GPUs: what the layout needs). ``time: None`` is the profile's ``max_time``.
+    ``nodes`` counts where the run's layout leaves it open (a training on GPUs whose data-parallel size is set takes as
+    few nodes as hold its ranks); None follows from the layout, else 1. ``tasks_per_node: None`` is one task per GPU
+    (prep: one per core; without GPUs: what the layout needs). ``time: None`` is the profile's ``max_time``.
     """
 
     nodes: int | None = Field(default=None, gt=0)

@@ -14,7 +14,10 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 @dataclass(frozen=True)
 class StageShape:
-    """Resources of one job: ``nodes`` × ``tasks_per_node`` tasks, one GPU per task where ``gpus_per_node`` > 0."""
+    """Resources of one job: ``nodes`` × ``tasks_per_node`` tasks, one GPU per task where ``gpus_per_node`` > 0.
+
+    ``note``: what of the profile was not followed, and why; empty where all of it was.
+    """
 
     stage: Stage
     nodes: int
@@ -23,6 +26,7 @@ class StageShape:
     gpus_per_node: int
     time: str
     memory: str | None
+    note: str = ""
 
     @property
     def num_tasks(self) -> int:
@@ -69,6 +73,16 @@ def shape_of(config: RunConfig, cluster: ClusterConfig, stage: Stage) -> StageSh
         gpus_per_node=min(tasks, gpus),
         time=resources.time or cluster.max_time,
         memory=resources.memory_per_node or cluster.memory_per_node,
+        note=_note(stage, nodes, tasks, resources),
+    )
+
+
+def _note(stage: Stage, nodes: int, tasks: int, resources: StageResources) -> str:
+    if resources.nodes in (None, nodes):
+        return ""
+    return (
+        f"{stage}: {nodes} node(s) × {tasks} tasks, as the run's layout of {nodes * tasks} ranks says; "
+        f"stages.{stage}.nodes: {resources.nodes} of the profile is not followed"
     )
 
 
@@ -105,12 +119,12 @@ def _world(config: RunConfig, stage: Stage) -> int | None:
 def _placed(
     world: int | None, replica: int, cluster: ClusterConfig, stage: Stage, resources: StageResources
 ) -> tuple[int, int]:
-    """Spread a world evenly over nodes."""
+    """Spread a world evenly over nodes: as few as hold it where a node's size is known, else as the profile says."""
     per_node = resources.tasks_per_node or cluster.gpus_per_node or None
     if world is None:  # the data-parallel size follows from what the profile gives; at least one replica
         nodes = resources.nodes or 1
         return nodes, per_node or -(-replica // nodes)
-    nodes = resources.nodes or (-(-world // per_node) if per_node else 1)
+    nodes = -(-world // per_node) if per_node else resources.nodes or 1
     tasks, rest = divmod(world, nodes)
     if rest or tasks == 0 or (per_node and tasks > per_node):
         limit = per_node or tasks + 1
@@ -120,7 +134,7 @@ def _placed(
         raise ConfigError(
             f"{stage}: {world} ranks do not spread evenly over {nodes} node(s) of {limit} on {cluster.name}; "
             f"the nearest world sizes are {' and '.join(map(str, near))}: change the data-parallel size, "
-            f"or stages.{stage}.nodes in the profile"
+            f"or stages.{stage}.{'tasks_per_node' if per_node else 'nodes'} in the profile"
         )
     return nodes, tasks
 
