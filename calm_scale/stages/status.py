@@ -17,6 +17,7 @@ from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.run_folder import CONFIG_FILE, config_of, runs_in
 from data_prep.manifest import MANIFEST_NAME
+from launchers.slurm import queue
 from launchers.slurm.status import JobStatus, RunStatus, job_status
 
 REFRESH_SECONDS = 10.0
@@ -35,20 +36,23 @@ def show_status(run: Path, watch: bool = False) -> int:
 
 
 def _views(runs: Sequence[Path]) -> Group:
-    return Group(*(_view(run) for run in runs))
+    """Every run against one look at the queue; a SLURM that does not answer is said once."""
+    seen = queue.look()
+    parts: list[Group | Text] = [_view(run, seen) for run in runs]
+    if seen.error and any((run / "slurm").is_dir() for run in runs):
+        parts.append(Text(f"the queue could not be asked: {seen.error}", style="dim"))
+    return Group(*parts)
 
 
-def _view(run: Path) -> Group:
+def _view(run: Path, seen: queue.Queue) -> Group:
     config = config_of(run) if (run / CONFIG_FILE).is_file() else None
-    jobs = job_status(run)
+    jobs = job_status(run, seen)
     parts: list[Table | Text] = [_stages(run, config, jobs)]
     for stage in ("autoencoder", "lm"):
         parts += [
             Text(f"{stage}: passed over {line}", style="yellow") for line in _of(run, config, stage).damaged
         ]
     parts += [Text(f"{job.stage}: {job.verdict}", style="red") for job in jobs.stages if job.verdict]
-    if jobs.slurm_error and (run / "slurm").is_dir():
-        parts.append(Text(f"the queue could not be asked: {jobs.slurm_error}", style="dim"))
     return Group(*parts)
 
 

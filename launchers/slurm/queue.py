@@ -12,7 +12,17 @@ from launchers.errors import LaunchError
 
 _FORMAT = "%i|%T|%r|%L|%S|%N|%K|%F"
 _SECONDS = 60
+_NO_SLURM = ("configuration source", "configuration file", "Unable to contact slurm controller")
+"""What the clients say where there is no cluster behind them."""
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "STAGE_OUT")
+
+
+@dataclass(frozen=True)
+class Queue:
+    """An answer of the controller: this user's jobs by base id, or why there is none."""
+
+    jobs: dict[str, list[QueuedJob]]
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,13 +69,21 @@ def queued_jobs() -> dict[str, list[QueuedJob]]:
     return found
 
 
+def look() -> Queue:
+    """The queue as it is; a SLURM that does not answer is told, not raised."""
+    try:
+        return Queue(queued_jobs())
+    except LaunchError as problem:
+        return Queue({}, str(problem))
+
+
 def client(command: Sequence[str]) -> str:
     """Run a SLURM command and return its output.
 
     ``SBATCH_*`` variables are left out: they would override what stands in the scripts.
 
     Raises:
-        LaunchError: it is missing, fails or does not answer; quotes what it said.
+        LaunchError: it is missing, fails (quotes what it said) or does not answer, or there is no cluster behind it.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     try:
@@ -79,6 +97,11 @@ def client(command: Sequence[str]) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} did not answer within {_SECONDS} s: is the controller up?") from None
+    if done.returncode and any(word in done.stderr for word in _NO_SLURM):
+        raise LaunchError(
+            f"SLURM does not work on this machine ({command[0]} finds no configuration or no controller): on the "
+            "cluster's login node it should; `squeue` alone shows SLURM's own words"
+        )
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()][-3:]
         raise LaunchError(f"{command[0]} failed ({done.returncode}): " + " ".join(said))

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launchers.errors import LaunchError
 from launchers.slurm import queue
 from launchers.slurm.notice import measured
-from launchers.slurm.queue import QueuedJob
+from launchers.slurm.queue import Queue, QueuedJob
 from launchers.slurm.record import Attempt, RunRecord, SubmittedJob
 
 STAGES = ("prep", "autoencoder", "lm", "eval")
@@ -52,32 +51,32 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """All stages of a run; ``slurm_error`` says why the queue could not be asked."""
+    """All stages of a run."""
 
     workdir: Path
     stages: tuple[JobStatus, ...]
     evaluations: dict[int, str] = field(default_factory=dict)
-    slurm_error: str = ""
 
 
-def job_status(workdir: Path) -> RunStatus:
-    """The state of every stage that was submitted or has run as a job. Works, from disk alone, without SLURM."""
+def job_status(workdir: Path, seen: Queue | None = None) -> RunStatus:
+    """The state of every stage that was submitted or has run as a job. Works, from disk alone, without SLURM.
+
+    Args:
+        seen: the queue, where several runs are looked at; default asks for it.
+    """
     record = RunRecord(workdir.absolute())
-    error, jobs = "", {}
-    try:
-        jobs = queue.queued_jobs()
-    except LaunchError as problem:
-        error = str(problem)
+    seen = seen or queue.look()
+    jobs = seen.jobs
     known = record.jobs()
     stages = tuple(
-        _stage(record, stage, known.get(stage), jobs, bool(error) or not queue.available())
+        _stage(record, stage, known.get(stage), jobs, bool(seen.error) or not queue.available())
         for stage in STAGES
     )
     evaluations = {
         step: next((found.state.lower() for found in jobs.get(job, [])), "ended")
         for step, job in record.evaluation_jobs().items()
     }
-    return RunStatus(record.workdir, stages, evaluations, error)
+    return RunStatus(record.workdir, stages, evaluations)
 
 
 def _stage(

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
 
+from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, load, load_as
 from calm_scale.config.cluster import ClusterConfig
 from launchers.errors import LaunchError
@@ -150,18 +152,23 @@ def lm(tensor: int, pipeline: int, data: int | None, batch: int = 64) -> dict[st
         ((2, 2, None), 2, (2, 8)),
         ((1, 1, 4), None, (1, 4)),
         ((4, 1, 1), None, (1, 4)),
+        ((2, 1, 4), 4, (1, 8)),  # `plan` set all of it: the profile's 4 nodes would leave GPUs idle
+        ((1, 1, 12, 48), 1, (2, 6)),
     ],
 )
 def test_layouts_become_nodes_and_tasks(
     profile: Profile,
     make_run: MakeRun,
-    layout: tuple[int, int, int | None],
+    layout: Layout,
     nodes: int | None,
     expected: tuple[int, int],
 ) -> None:
     shape = shape_of(make_run("shape", lm=lm(*layout)), gpu(profile, nodes), "lm")
     assert (shape.nodes, shape.tasks_per_node) == expected
     assert shape.gpus_per_node == expected[1]
+    assert (f"stages.lm.nodes: {nodes} of the profile is not followed" in shape.note) == (
+        nodes not in (None, expected[0])
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +177,6 @@ def test_layouts_become_nodes_and_tasks(
         ((1, 1, 9, 63), None, "world sizes are 8 and 10"),
         ((4, 3, None), 1, "world sizes are 12 and 24"),
         ((2, 2, None), 3, "global_batch 64"),
-        ((1, 1, 12, 48), 1, "nearest"),
     ],
 )
 def test_impossible_layouts_name_the_nearest(
@@ -251,6 +257,23 @@ def test_submitting_needs_slurm_but_a_dry_run_does_not(
     assert {job.outcome for job in submit(run, profile(), dry_run=True).jobs} == {"written"}
     with pytest.raises(LaunchError, match="sbatch was not found"):
         submit(run, profile())
+
+
+def test_a_slurm_without_a_cluster_is_told_once_in_our_words(
+    fake_slurm: Path, profile: Profile, make_run: MakeRun, tmp_path: Path
+) -> None:
+    (fake_slurm / "squeue").write_text(
+        "#!/bin/bash\necho 'squeue: fatal: Could not establish a configuration source' >&2; exit 1\n"
+    )
+    runs = [make_run(name, workdir=str(tmp_path / "sweep" / name)) for name in ("a", "b")]
+    submit_sweep(runs, profile(), tmp_path / "sweep", dry_run=True)
+    done = CliRunner().invoke(
+        app, ["status", str(tmp_path / "sweep")], env={"COLUMNS": "300"}, catch_exceptions=False
+    )
+    assert done.output.count("SLURM does not work on this machine") == 1
+    assert "fatal" not in done.output
+    with pytest.raises(LaunchError, match="SLURM does not work on this machine"):
+        submit(runs[0], profile())
 
 
 def test_a_sweep_needs_a_workdir_each(profile: Profile, make_run: MakeRun, tmp_path: Path) -> None:
