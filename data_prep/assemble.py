@@ -106,6 +106,14 @@ def write_rejected(plan: Plan, journal: Journal, records: list[SegmentRecord], t
     return target
 
 
+def _hint(plan: Plan, totals: Totals) -> str:
+    """What to set when the texts are most likely in another field than the one looked into."""
+    if 2 * totals.quarantined.get("missing_text", 0) <= totals.read:
+        return ""
+    fields = ", ".join(sorted({source.text_field for source in plan.prep.sources}))
+    return f". Most records have no field `{fields}`: set prep.sources[…].text_field to the one that holds the text"
+
+
 def check_limit(plan: Plan, totals: Totals, rejected: Path | None) -> None:
     """End the run when too much was bad, or nothing was good.
 
@@ -118,7 +126,7 @@ def check_limit(plan: Plan, totals: Totals, rejected: Path | None) -> None:
         gone = "; ".join(totals.corrupt.values())
         raise PrepError(
             f"no document is left of {totals.read} records read ({kinds or gone or 'all filtered out or none there'})"
-            f"{where}"
+            f"{where}{_hint(plan, totals)}"
         )
     considered = totals.kept + totals.bad + totals.duplicates + totals.filtered
     share = totals.bad / considered

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,11 @@ def _take(folder: Path, patience: float) -> TextIO:
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / FILE).open("a+", encoding="utf-8")
     deadline = time.monotonic() + patience
+    told = False
     while not _locked(file):
+        if not told:
+            told = True
+            print(f"{folder} is in use; waiting {patience:.0f} s for it", file=sys.stderr, flush=True)
         if time.monotonic() >= deadline:
             file.seek(0)
             holder = file.read().strip() or "another process"

@@ -287,6 +287,9 @@ def test_nothing_readable_is_an_error(tmp_path: Path, make_config: MakeConfig, k
     (tmp_path / "zero.jsonl").write_bytes(b"")
     with pytest.raises(PrepError, match="no document is left of 0 records"):
         run(make_config(tmp_path / "zero.jsonl", workdir="other"))
+    (tmp_path / "named.jsonl").write_bytes(b'{"content": "a text"}\n')
+    with pytest.raises(PrepError, match=r"no field `text`: set prep\.sources\[…\]\.text_field"):
+        run(make_config(tmp_path / "named.jsonl", workdir="third"))
 
 
 def test_long_documents_take_linear_time_and_come_back(
