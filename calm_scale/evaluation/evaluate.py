@@ -87,6 +87,11 @@ def evaluate(
         return done
 
     counts, documents_by = merge(gather(work, crew), config.num_samples)
+    if not counts.positions.any():
+        raise EvaluationError(
+            f"nothing was scored: none of {len(indices)} sequences has a token that is not padding after its first "
+            f"patch of {model.patch_size}. Prepare more text for the split"
+        )
     protocol = {
         **protocol_of(model, dataset, config, indices),
         "num_documents": counts.num_documents,

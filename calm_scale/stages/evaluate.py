@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from calm_scale.checkpoint.card import Card
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.world import init_world
@@ -28,7 +29,7 @@ def run_evaluation(
     config: RunConfig, *, step: int | None = None, json_file: Path | None = None, tensor: int = 1
 ) -> int:
     """Score the newest checkpoint (or ``step``); the result goes to ``json_file`` or
-    ``<workdir>/eval/step_XXXXXXXX.json``.
+    ``<workdir>/eval/step_XXXXXXXX.json``, that of other data or another split into a folder of its own in there.
 
     Under a launcher the ranks share the sequences; every ``tensor`` consecutive ones hold one model.
     """
@@ -57,16 +58,32 @@ def run_evaluation(
                 crew=crew,
                 on_sequence=on_sequence,
             )
+        folder = results_folder(config, opened.card, dataset.fingerprint)
         if world.is_first:
-            path = json_file or config.workdir / "eval" / f"step_{opened.card.step:08d}.json"
+            path = json_file or folder / f"step_{opened.card.step:08d}.json"
             console.print(table(result, title=f"BrierLM · {config.name} at step {opened.card.step}"))
             save(result, path)
             console.print(f"written to {path}", soft_wrap=True, highlight=False)
         if stage.head.kind == "softmax":
-            _exact(config, opened, dataset, crew, console, speaks=world.is_first)
+            _exact(config, opened, dataset, crew, console, folder if world.is_first else None)
         return EXIT_OK
     finally:
         world.close()
+
+
+def results_folder(config: RunConfig, card: Card, data_fingerprint: str) -> Path:
+    """``<workdir>/eval``, or ``data-<fingerprint>`` in it when this is not the split that the checkpoint's run scores.
+
+    The data of a run are known by their place, so a result of the run's own split takes its name whatever was
+    scored before.
+    """
+    folder = config.workdir / "eval"
+    theirs = card.config.get("data")
+    own_data = Path(theirs) if theirs else config.workdir / "data"
+    own_split = card.config.get("evaluation", {}).get("split", config.evaluation.split)
+    if own_data.resolve() == config.data_dir.resolve() and own_split == config.evaluation.split:
+        return folder
+    return folder / f"data-{data_fingerprint[:8]}"
 
 
 def _exact(
@@ -75,15 +92,18 @@ def _exact(
     dataset: ShardDataset,
     crew: Crew,
     console: Console,
-    *,
-    speaks: bool,
+    folder: Path | None,
 ) -> None:
-    """The baseline knows its probabilities: cross-entropy and Brier without sampling noise, beside the estimates."""
+    """The baseline knows its probabilities: cross-entropy and Brier without sampling noise, beside the estimates.
+
+    ``folder`` is None on all ranks but the first, which writes.
+    """
     from calm_scale.evaluation.exact import evaluate_exact
 
     exact = evaluate_exact(opened.model, dataset, config.evaluation, crew=crew)
-    if speaks:
-        path = config.workdir / "eval" / f"exact_{opened.card.step:08d}.json"
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"exact_{opened.card.step:08d}.json"
         path.write_text(json.dumps(dataclasses.asdict(exact), indent=1) + "\n", encoding="utf-8")
         console.print(
             f"exact: cross-entropy {exact.cross_entropy:.4f} nats a token; written to {path}", soft_wrap=True

@@ -9,6 +9,7 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.config.evaluation import EvaluationConfig
+from calm_scale.evaluation.brier import EvaluationError
 from calm_scale.evaluation.evaluate import evaluate
 from calm_scale.evaluation.exact import evaluate_exact
 from calm_scale.evaluation.report import table, to_document
@@ -98,3 +99,8 @@ def test_a_block_shorter_than_a_patch_is_context_only(markov, chain, patch_size,
     alone = evaluate(model, sequences[:1], EvaluationConfig(bootstrap=100, coverage="all"))
     extra = sum(len(range(patch_size, length - s, patch_size)) for s in range(patch_size))
     assert result.score.num_positions[0] == alone.score.num_positions[0] + extra
+
+
+def test_an_evaluation_without_a_position_fails(markov, chain):
+    with pytest.raises(EvaluationError, match="nothing was scored: none of 1 sequences"):
+        evaluate(markov(chain, 4), [np.array([0, 1, 0, 1])], EvaluationConfig(bootstrap=100))
