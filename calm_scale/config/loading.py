@@ -83,9 +83,7 @@ def validate(model: type[S], source: Source, origin: str) -> S:
 
 def _finding(model: type[Section], source: Source, origin: str, item: Any) -> str:
     keys = _written_keys(source.values, tuple(str(part) for part in item["loc"]))
-    where = next(
-        (source.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in source.places), origin
-    )
+    where = _place(source, keys, origin)
     message = str(item["msg"]).removeprefix("Value error, ")
     name = ".".join(keys) or "the document"
     if item["type"] == "extra_forbidden":
@@ -98,6 +96,22 @@ def _finding(model: type[Section], source: Source, origin: str, item: Any) -> st
     elif not isinstance(item.get("input"), dict | Section):
         message += f" (got {item.get('input')!r})"
     return f"{where}: `{name}`: {message}"
+
+
+def _place(source: Source, keys: KeyPath, origin: str) -> str:
+    """Where the finding's key was written, and the ``--set`` options that reach into it."""
+    options = [
+        place
+        for key, place in source.places.items()
+        if place.startswith("--set") and key[: len(keys)] == keys
+    ]
+    if options and keys and keys not in source.places:
+        return ", ".join(options)
+    written = next(
+        (source.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in source.places), origin
+    )
+    others = [option for option in options if option != written]
+    return written + (f" with {', '.join(others)}" if others else "")
 
 
 def _written_keys(values: Any, loc: KeyPath) -> KeyPath:

@@ -142,6 +142,10 @@ def test_overrides_win_and_are_named_in_errors(tmp_path: Path) -> None:
     assert load(path, ["lm.training.optimizer.lr=1e-3"]).lm.training.optimizer.lr == 1e-3
     assert load(path, ["prep={sources: [{paths: [a]}], sequence_length: 64}"]).prep.sequence_length == 64
     assert "--set lm.training.steps=zero: `lm.training.steps`" in failure(path, "lm.training.steps=zero")
+    assert failure(path, "lm.trainig.steps=1").startswith(
+        "--set lm.trainig.steps=1: `lm.trainig`: unknown key"
+    )
+    assert "with --set lm.parallel.tensor=3: `lm`" in failure(path, "lm.parallel.tensor=3")
     assert "key.path=value" in failure(path, "steps")
 
 
