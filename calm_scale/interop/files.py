@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from calm_scale.config.base import ConfigError
+from calm_scale.config.base import CalmScaleError, ConfigError
 from calm_scale.config.stored import read_object
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Container = Literal["safetensors", "bin"]
 _BYTES_OF_A_MAPPING = 1 << 29
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STEMS: dict[Container, str] = {"safetensors": "model", "bin": "pytorch_model"}
 
 
@@ -47,8 +48,13 @@ class WeightFiles:
         return frozenset(self._file_of)
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """One tensor, on the CPU.
+
+        Raises:
+            InteropError: it cannot be read, or is no weight (``check_weight``).
+        """
         found = self._read(name)
+        check_weight(self._file_of[name], name, found)
         self._given_out += _num_bytes([found])
         return found
 
@@ -67,6 +73,7 @@ class WeightFiles:
             ) from error
         if not isinstance(found, torch.Tensor):
             raise InteropError(f"{path}: {name} is a {type(found).__name__}, not a tensor")
+        _check_dtype(path, name, found)
         return found
 
     def _handle(self, path: Path) -> Any:
@@ -75,6 +82,24 @@ class WeightFiles:
             self._mapped = None
             self._mapped, self._given_out = (path, _open(path)), 0
         return self._mapped[1]
+
+
+def check_weight(where: Path, name: str, tensor: Tensor) -> None:
+    """Raises InteropError unless the tensor is of a floating type and finite; takes no memory of its size."""
+    _check_dtype(where, name, tensor)
+    if not tensor.numel() or all(bound.isfinite() for bound in tensor.aminmax()):  # a NaN becomes both bounds
+        return
+    count = tensor.numel() - int(tensor.isfinite().sum())
+    raise InteropError(
+        f"{where}: {name} is not finite in {count:,} of {tensor.numel():,} elements; these weights cannot be used"
+    )
+
+
+def _check_dtype(where: Path, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        found = str(tensor.dtype).removeprefix("torch.")
+        raise InteropError(f"{where}: {name} is {found}; a weight is one of {known}")
 
 
 def write_weights(
@@ -86,6 +111,10 @@ def write_weights(
         groups: tensors that must share a file, such as a tensor and its aliases (``.bin`` keeps them shared;
             safetensors has no sharing and gets a copy each).
         max_shard_bytes: a new shard begins before this many bytes are passed.
+
+    Raises:
+        InteropError: a tensor is not of a floating type, or not finite.
+        CalmScaleError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[Path] = []
@@ -100,6 +129,7 @@ def write_weights(
         pending.clear()
 
     for group in groups:
+        check_weight(folder, *group[0])  # the others of a group are its aliases
         size = _num_bytes(t for _, t in group)
         if pending and _num_bytes(pending.values()) + size > max_shard_bytes:
             flush()
@@ -172,7 +202,7 @@ def _save(tensors: dict[str, Tensor], path: Path, container: Container) -> None:
     try:
         save_file(unshared, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise InteropError(f"{path} cannot be written: {error}") from error
+        raise CalmScaleError(f"{path} cannot be written: {error}") from error
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

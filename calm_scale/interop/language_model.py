@@ -14,6 +14,7 @@ from calm_scale.interop import autoencoder as published_autoencoder
 from calm_scale.interop import settings
 from calm_scale.interop.autoencoder import check_names, resize_rows, same_weights
 from calm_scale.interop.files import Container, InteropError, WeightFiles, write_weights
+from calm_scale.interop.shapes import check_shape, published_shapes
 from calm_scale.interop.slots import EMBEDDING, HEAD, HEAD_ALIAS, Slot, slots_of
 from calm_scale.lm.build import language_model_stage
 from calm_scale.lm.model import CalmModel
@@ -37,7 +38,8 @@ class PublishedLanguageModel:
         name, fields: of the run made for it.
 
     Raises:
-        InteropError: names every missing or unexpected tensor; an embedded autoencoder that is not the given one.
+        InteropError: names every missing or unexpected tensor; a tensor of a wrong shape or type; an embedded
+            autoencoder that is not the given one.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class PublishedLanguageModel:
         self.slots = slots_of(language_model_stage(self.run))
         self._slot_of = {slot.key: slot for slot in self.slots}
         self._check_names()
+        for weight, shape in published_shapes(self.run).items():
+            check_shape(self.files, weight, self._stored_name(weight), shape)
         self.autoencoder: Autoencoder = self._load_autoencoder(autoencoder_folder, raw_autoencoder)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -69,6 +73,16 @@ class PublishedLanguageModel:
     def weight(self, key: str) -> Tensor:
         """The whole tensor of one of our global keys."""
         return self._joined(self._slot_of[key])
+
+    def read_through(self) -> None:
+        """Reads every weight once and keeps none.
+
+        Raises:
+            InteropError: names one that is damaged or not finite.
+        """
+        for slot in self.slots:
+            for name in slot.names:
+                self.files.get(self._stored_name(name))
 
     def shapes(self) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
         """Our global keys, and what their tensors will be; reads no weight."""

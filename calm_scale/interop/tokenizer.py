@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from calm_scale.config.data import TokenizerConfig
+from calm_scale.interop.files import InteropError
 from data_prep.tokenizer_spec import read_spec
 
 
@@ -37,3 +38,15 @@ def export_tokenizer(
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     return {"bos_token_id": spec.bos_id, "eos_token_id": spec.eos_id, "pad_token_id": spec.pad_id}
+
+
+def check_definition(file: Path) -> None:
+    """Raises InteropError unless the file is a ``tokenizer.json`` that can be loaded."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises plain Exception
+        raise InteropError(
+            f"{file} is not a tokenizer definition: {error}; download it again, or take it out of the folder"
+        ) from None

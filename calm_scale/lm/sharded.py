@@ -52,11 +52,15 @@ def write_shards(
         make: the tensor of a key, asked for when it is its turn and let go afterwards; the shards' own data then
             only says shape and type. Each tensor gets a file of its own, because the writer keeps what went into
             a file until it is closed.
+
+    Raises:
+        Exception: on every rank, what one of them failed with, such as OSError for a full disk.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.mapping import is_main_replica
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -67,12 +71,15 @@ def write_shards(
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     if make is not None:
         planner.lookup_object = lambda index: make(index.fqn)
-    save(
-        mcore_to_pyt_state_dict(by_key, False),
-        storage_writer=FileSystemWriter(directory, single_file_per_rank=make is None),
-        planner=planner,
-        process_group=group,
-    )
+    try:
+        save(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=FileSystemWriter(directory, single_file_per_rank=make is None),
+            planner=planner,
+            process_group=group,
+        )
+    except CheckpointException as error:  # a BaseException, around what went wrong
+        raise next(iter(error.failures.values()))[0] from None
     if dist.get_rank(group) == 0:
         torch.save({"values": dict(values)}, directory / COMMON_STATE_FNAME)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))

@@ -43,12 +43,16 @@ def export_checkpoint(checkpoint: Path, out: Path) -> int:
 
 def _export_autoencoder(config: RunConfig, card: Card, shards: Path, out: Path) -> None:
     from calm_scale.autoencoder.export import write_export
+    from calm_scale.interop.files import check_weight
     from calm_scale.training.zero_state import stored_weights
 
     stage = autoencoder_section(config)
+    weights = stored_weights(shards)
+    for name, tensor in weights.items():
+        check_weight(shards, name, tensor)
     write_export(
         out,
-        stored_weights(shards),
+        weights,
         config=stage.model,
         objective=stage.objective,
         vocab_size=config.vocab_size,
@@ -94,14 +98,18 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
     """
     refuse_unless_empty(out, "the imported run")
     from calm_scale.interop.language_model import PublishedLanguageModel
+    from calm_scale.interop.tokenizer import check_definition
     from calm_scale.runtime.megatron import initialize
     from calm_scale.runtime.world import init_world
 
     beside = folder / AUTOENCODER if (folder / AUTOENCODER).is_dir() else None
     published = PublishedLanguageModel(folder, autoencoder_folder or beside, name=out.name, workdir=str(out))
+    published.read_through()
+    carried = folder / "tokenizer.json"
+    if carried.is_file():
+        check_definition(carried)
     world = init_world()
     initialize(lm_section(published.run).parallel, world)
-    carried = folder / "tokenizer.json"
     with appearing_whole(out) as partial:
         _write_run(published, partial, world)
         if carried.is_file():

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.nn import functional as F
 
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
@@ -20,7 +21,7 @@ from calm_scale.interop.files import InteropError, WeightFiles, write_weights
 from calm_scale.interop.language_model import PublishedLanguageModel, export_language_model, whole_weights
 from calm_scale.interop.sharded import whole_from_checkpoint, write_checkpoint
 from calm_scale.lm.build import build_models
-from calm_scale.lm.sharded import read_weights
+from calm_scale.lm.sharded import read_weights, write_shards
 from calm_scale.runtime.megatron import initialize
 
 L, D, FF, H, G, K, V, Z, NOISE, BLOCKS = 2, 16, 24, 4, 2, 2, 11, 6, 8, 1
@@ -191,6 +192,9 @@ def main():
     report["other_alias"] = variant(
         "other_alias", {**weights, "mlp_generator.noise_embd.bias": torch.ones(D)}
     )
+    query = "transformer.layers.1.self_attn.q_proj.weight"
+    report["misshapen"] = variant("misshapen", {**weights, query: weights[query][:-1]})
+    report["full_disk"] = full_disk(out)
     report["flow"] = variant("flow", {**weights, "generative_head.net.x": torch.ones(1)})
     report["other_ae"] = variant(
         "other_ae", {**weights, "ae_model.encoder.norm.weight": torch.full((8,), 2.0)}
@@ -202,6 +206,21 @@ def main():
         for a, b in zip(embedded.autoencoder.parameters(), autoencoder.parameters(), strict=True)
     )
     print(json.dumps(report))
+
+
+def full_disk(out):
+    """What a write says that finds no room."""
+
+    def make(key):
+        raise OSError(28, "No space left on device")
+
+    shard = ShardedTensor.from_rank_offsets("model.x", torch.zeros(1), replica_id=0)
+    (out / "full").mkdir()
+    try:
+        write_shards([shard], {}, out / "full", make=make)
+    except OSError as error:
+        return error.errno
+    return None
 
 
 class WeightFilesDict(dict):

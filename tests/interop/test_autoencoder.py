@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
+from calm_scale.config import CalmScaleError, ConfigError
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.interop import settings
 from calm_scale.interop.autoencoder import EMBEDDING, export_autoencoder, import_autoencoder
@@ -86,6 +87,33 @@ def test_missing_and_unexpected_names_are_listed(model, tmp_path):
         InteropError, match=r"missing \(1\): decoder.norm.weight; unexpected \(1\): encoder.extra"
     ):
         import_autoencoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda t: t.index_fill(0, torch.tensor([1]), float("nan")), "is not finite in 1 of 8 elements"),
+        (lambda t: t.long(), "is int64; a weight is one of"),
+        (lambda t: t > 0, "is bool; a weight is one of"),
+    ],
+)
+def test_what_is_no_weight_is_neither_read_nor_written(model, tmp_path, spoil, said):
+    export_autoencoder(model, OBJECTIVE, tmp_path)
+    weights = stored(tmp_path)
+    weights["encoder.norm.weight"] = spoil(weights["encoder.norm.weight"])
+    torch.save(weights, tmp_path / "spoilt")
+    (tmp_path / "spoilt").replace(tmp_path / "pytorch_model.bin")
+    with pytest.raises(InteropError, match=f"encoder.norm.weight {said}"):
+        import_autoencoder(tmp_path)
+    with pytest.raises(InteropError, match=f"encoder.norm.weight {said}"):
+        write_weights(tmp_path / "out", [[item] for item in weights.items()], "safetensors", 1 << 30)
+
+
+def test_a_file_that_cannot_be_written_is_no_mistake_of_the_user(tmp_path):
+    (tmp_path / "model.part0.tmp").mkdir()
+    with pytest.raises(CalmScaleError, match="cannot be written") as failed:
+        write_weights(tmp_path, [[("x", torch.zeros(1))]], "safetensors", 1 << 30)
+    assert not isinstance(failed.value, ConfigError)
 
 
 def test_incomplete_and_hostile_folders(model, tmp_path):

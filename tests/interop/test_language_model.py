@@ -61,6 +61,17 @@ def test_missing_and_unexpected_tensors_are_listed(report):
     assert "unexpected (1): transformer.extra.weight" in report["unexpected"]
 
 
+def test_a_wrong_shape_is_told_with_the_right_one(report):
+    assert (
+        "layers.1.self_attn.q_proj.weight is [15, 16], its config.json makes it [16, 16]"
+        in report["misshapen"]
+    )
+
+
+def test_a_full_disk_is_an_error_of_its_own(report):
+    assert report["full_disk"] == 28
+
+
 def test_embedded_autoencoder_is_checked_and_ae_path_never_followed(report):
     assert "embeds another autoencoder" in report["other_ae"]
     assert "/home/somebody/ae" in report["no_ae"]

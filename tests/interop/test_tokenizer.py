@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.interop.tokenizer import export_tokenizer
+from calm_scale.interop.files import InteropError
+from calm_scale.interop.tokenizer import check_definition, export_tokenizer
 from data_prep.tokenizer import load_tokenizer
 
 
@@ -61,3 +62,10 @@ def test_auto_tokenizer_loads_the_folder_and_gives_the_same_ids(source, tmp_path
         assert theirs.decode(ours.encode(text)) == text
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
     assert (ids["bos_token_id"], theirs.model_max_length) == (ours.bos_id, 8192)
+
+
+def test_a_broken_definition_is_named(source):
+    check_definition(source)
+    source.write_text("{")
+    with pytest.raises(InteropError, match=r"tokenizer\.json is not a tokenizer definition"):
+        check_definition(source)
