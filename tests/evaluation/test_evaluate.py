@@ -87,11 +87,12 @@ def test_teams_of_ranks_score_like_single_ranks(markov, chain):
     model = markov(chain, 4)
     sequences, config = model.sequences(5, 64), EvaluationConfig(bootstrap=100)
     whole = evaluate(model, sequences, config)
-    seconds = [FakeCrew(rank, 4) for rank in (2, 3)]
-    for ranks in seconds:
-        evaluate(model, sequences, config, crew=Teams(ranks, 2))
-    assert len(seconds[0].said[0]) == len(seconds[1].said[0]) == 2
-    others = {1: ("another rank of the first team", None), 2: seconds[0].said, 3: seconds[1].said}
+    third = FakeCrew(2, 4)
+    evaluate(model, sequences, config, crew=Teams(third, 2))
+    fourth = FakeCrew(3, 4, {2: third.said})
+    evaluate(model, sequences, config, crew=Teams(fourth, 2))
+    assert len(third.said[0]) == len(fourth.said[0]) == 2
+    others = {1: ("another rank of the first team", None), 2: third.said, 3: fourth.said}
     split = evaluate(model, sequences, config, crew=Teams(FakeCrew(0, 4, others), 2))
     assert to_document(split)["score"] == to_document(whole)["score"]
     assert (split.execution["ranks"], split.execution["tensor_parallel"]) == (4, 2)
