@@ -16,7 +16,7 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.launch import autoencoder_section, lm_section
-from calm_scale.stages.run_folder import CONFIG_FILE, appearing_whole, refuse_unless_empty, store_config
+from calm_scale.stages.run_folder import CONFIG_FILE, appearing_whole, make_way, store_config
 
 if TYPE_CHECKING:
     from calm_scale.interop.language_model import PublishedLanguageModel
@@ -29,7 +29,7 @@ AUTOENCODER = "autoencoder"
 def export_checkpoint(checkpoint: Path, out: Path) -> int:
     """Write an autoencoder as an export that ``lm.autoencoder`` can name, or a language model (with its
     autoencoder and tokenizer) in the published layout; both as safetensors, on one CPU, from any layout."""
-    refuse_unless_empty(out, "the export")
+    make_way(out, "the export")
     card, shards = shards_of(checkpoint)
     config = _run_of(card, checkpoint)
     with appearing_whole(out) as partial:
@@ -96,7 +96,7 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
 
     The run folder appears when all of it is written.
     """
-    refuse_unless_empty(out, "the imported run")
+    make_way(out, "the imported run")
     from calm_scale.interop.language_model import PublishedLanguageModel
     from calm_scale.interop.tokenizer import check_definition
     from calm_scale.runtime.megatron import initialize

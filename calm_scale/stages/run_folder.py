@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from calm_scale.checkpoint.files import sync_folder
 from calm_scale.config import ConfigError, RunConfig, load, to_yaml
 
 CONFIG_FILE = "config.yaml"
+_LOCK = ".writing"
 
 
 def store_config(config: RunConfig, folder: Path | None = None) -> Path:
@@ -28,33 +33,82 @@ def store_config(config: RunConfig, folder: Path | None = None) -> Path:
     return target
 
 
-def refuse_unless_empty(folder: Path, what: str) -> None:
-    """Raises ConfigError where ``what`` cannot have ``folder`` to itself."""
+def make_way(folder: Path, what: str) -> None:
+    """Sees to it that ``what`` has ``folder`` to itself; what a killed command left of it is removed, with a line.
+
+    Raises:
+        ConfigError: the folder is in use.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; name a folder for {what}")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: is not empty; give {what} a folder of its own")
-    if _partial(folder).exists():
+    partial = _partial(folder)
+    if not partial.exists():
+        return
+    if not (partial / _LOCK).is_file():
         raise ConfigError(
-            f"{_partial(folder)}: another command is writing {what} there, or one was killed; remove it if none is"
+            f"{partial}: is in the way of {what}, and no command's; move it, or name another folder"
         )
+    with (partial / _LOCK).open("a") as lock:
+        if not _locked(lock):
+            raise ConfigError(
+                f"{partial}: another command is writing {what} there; wait for it, or end it first"
+            )
+        sys.stderr.write(f"{partial}: left by a command that was killed; removed\n")
+        shutil.rmtree(partial)
 
 
 @contextlib.contextmanager
 def appearing_whole(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes ``folder`` (new or empty) when all is written and on the disk.
 
-    A failure leaves nothing; a kill leaves ``<folder>.part``, which nobody takes for the whole.
+    A failure, SIGINT and SIGTERM leave nothing; SIGKILL leaves ``<folder>.part``, which nobody takes for the whole
+    and the next command removes: the kernel has dropped its lock. Must be entered by the main thread.
     """
     partial = _partial(folder)
     partial.mkdir(parents=True)
+    with _exit_on_signals(), (partial / _LOCK).open("a") as lock:
+        try:
+            _locked(lock)
+            yield partial
+            (partial / _LOCK).unlink()
+            _sync(partial)
+            partial.replace(folder)
+            sync_folder(partial.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process by SystemExit, whatever a library makes of that on its way up."""
+    caught: list[int] = []
+
+    def leave(number: int, _: object) -> None:
+        if not caught:  # a second one does not disturb the cleaning up
+            caught.append(number)
+            raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield partial
-        _sync(partial)
-        partial.replace(folder)
-        sync_folder(partial.parent)
+        yield
+    except BaseException:
+        if caught:
+            raise SystemExit(128 + caught[0]) from None
+        raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether this process holds the file's lock now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _partial(folder: Path) -> Path:

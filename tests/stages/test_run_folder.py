@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from calm_scale.config import ConfigError
-from calm_scale.stages.run_folder import appearing_whole, refuse_unless_empty
+from calm_scale.stages.run_folder import appearing_whole, make_way
 
 
 def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:
@@ -30,27 +30,56 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kill_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+def killed(out: Path, by: signal.Signals) -> int:
+    """The exit status of a command that gets the signal while it writes ``out``."""
     program = (
         "import os, signal, sys; from pathlib import Path; from calm_scale.stages.run_folder import appearing_whole\n"
         "with appearing_whole(Path(sys.argv[1])) as partial:\n"
         "    (partial / 'config.yaml').write_text('1')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)"
+        "    try:\n"
+        "        os.kill(os.getpid(), int(sys.argv[2]))\n"
+        "    except BaseException as error:\n"
+        "        raise RuntimeError('a library wraps it') from error"
     )
+    argv = [sys.executable, "-c", program, str(out), str(int(by))]
+    return subprocess.run(argv, check=False, capture_output=True).returncode
+
+
+def test_what_a_kill_leaves_is_removed_by_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    assert (
-        subprocess.run([sys.executable, "-c", program, str(out)], check=False).returncode == -signal.SIGKILL
-    )
+    assert killed(out, signal.SIGKILL) == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["out.part"]
-    with pytest.raises(ConfigError, match=r"out\.part: another command .* or one was killed; remove it"):
-        refuse_unless_empty(out, "the imported run")
+    make_way(out, "the imported run")
+    assert "out.part: left by a command that was killed; removed" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing(tmp_path: Path, by: signal.Signals) -> None:
+    assert killed(tmp_path / "out", by) == 128 + by
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_at_work_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        appearing_whole(out),
+        pytest.raises(ConfigError, match=r"out\.part: another command is writing the export there"),
+    ):
+        make_way(out, "the export")
+    out.rmdir()
+    (tmp_path / "out.part").mkdir()
+    with pytest.raises(ConfigError, match=r"out\.part: is in the way of the export"):
+        make_way(out, "the export")
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
-    refuse_unless_empty(tmp_path / "new", "the export")
-    refuse_unless_empty(tmp_path, "the export")
+    make_way(tmp_path / "new", "the export")
+    make_way(tmp_path, "the export")
     (tmp_path / "a").write_text("1")
     with pytest.raises(ConfigError, match="is not empty; give the export a folder of its own"):
-        refuse_unless_empty(tmp_path, "the export")
+        make_way(tmp_path, "the export")
     with pytest.raises(ConfigError, match="is a file"):
-        refuse_unless_empty(tmp_path / "a", "the export")
+        make_way(tmp_path / "a", "the export")
