@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from calm_scale.accounting.lines import append_lines
 from calm_scale.config.base import CalmScaleError
 
 FORMAT_VERSION = 1
+_FAR = 1e15
+"""No time and no duration in seconds gets there."""
 
 Kind = Literal["start", "progress", "eval", "save", "stop"]
 Activity = Literal["load", "train", "eval", "save", "stall"]
@@ -27,7 +29,7 @@ KINDS: tuple[Kind, ...] = ("start", "progress", "eval", "save", "stop")
 
 
 class LedgerError(CalmScaleError):
-    """A ledger that cannot be read; names file and line."""
+    """A ledger of which nothing can be read, or of a newer format; names the file."""
 
 
 @dataclass(frozen=True)
@@ -81,82 +83,106 @@ class Event:
     energy_kwh: float | None = None
 
 
-def append(path: Path, event: Event) -> None:
-    """Append one event as one line and flush it to the disk, so that a killed attempt leaves its history.
+@dataclass(frozen=True)
+class History:
+    """What a ledger holds.
 
-    A line torn by a crash (no newline at the end of the file) is closed first, so that it spoils no other.
+    Attributes:
+        events: the readable lines in order.
+        damaged: numbers of the lines that are no events, counted from 1. The line that a killed attempt tore (the
+            last one, or the one before the next attempt's ``start``) is not among them: it loses nothing.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"version": FORMAT_VERSION, **dataclasses.asdict(event)}, allow_nan=False)
-    with path.open("a+b") as file:
-        torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(path) != b"\n"
-        file.write((b"\n" if torn else b"") + line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+
+    events: tuple[Event, ...]
+    damaged: tuple[int, ...] = ()
+
+    @property
+    def damage(self) -> str:
+        """The damage in words, without the file's name; empty where there is none."""
+        if not self.damaged:
+            return ""
+        several = len(self.damaged) > 1
+        shown = ", ".join(map(str, self.damaged[:8])) + (", …" if len(self.damaged) > 8 else "")
+        return (
+            f"{len(self.damaged)} unreadable line{'s' if several else ''} ({shown}); what only "
+            f"{'they' if several else 'it'} recorded is missing from the account"
+        )
 
 
-def read(path: Path) -> list[Event]:
-    """All events in order.
+def line_of(event: Event) -> str:
+    """The event as a line, without its newline."""
+    return json.dumps({"version": FORMAT_VERSION, **dataclasses.asdict(event)}, allow_nan=False)
 
-    A line that a killed attempt tore (the last one, or the one before the next attempt's ``start``) is passed
-    over. Any other damage is an error: a history with holes would be read as less waste than there was.
+
+def append(path: Path, event: Event) -> None:
+    """Append one event as one line and flush it to the disk, so that a killed attempt leaves its history."""
+    append_lines(path, [line_of(event)], durable=True)
+
+
+def history(path: Path) -> History:
+    """All events in order; lines that are none are passed over and named. Empty when there is no file.
 
     Raises:
-        LedgerError: a line that is not an event, or a newer format; names file and line.
+        LedgerError: a line of a newer format; names file and line.
     """
     events: list[Event] = []
+    damaged: list[int] = []
     torn: int | None = None
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], start=1):
         if not line.strip():
             continue
-        try:
-            raw = json.loads(line)
-        except ValueError:  # includes bytes cut inside a character
-            if torn is not None:
-                raise _damaged(path, torn) from None
-            torn = number
-            continue
+        raw = _json(line)
         event = _event(raw, f"{path}:{number}")
-        if torn is not None and event.kind != "start":
-            raise _damaged(path, torn)
+        if torn is not None and (event is None or event.kind != "start"):
+            damaged.append(torn)
         torn = None
-        events.append(event)
-    return events
+        if event is not None:
+            events.append(event)
+        elif raw is None:
+            torn = number
+        else:
+            damaged.append(number)
+    return History(tuple(events), tuple(damaged))
 
 
-def next_attempt(path: Path) -> int:
+def next_attempt(past: History) -> int:
     """Number of the attempt that starts now."""
-    return 1 + max((event.attempt for event in read(path)), default=-1) if path.exists() else 0
+    return 1 + max((event.attempt for event in past.events), default=0 if past.damaged else -1)
 
 
-def highest_step(path: Path) -> int:
+def highest_step(past: History) -> int:
     """Highest step count any attempt has reached; 0 for a new run."""
-    return max((event.step for event in read(path)), default=0) if path.exists() else 0
+    return max((event.step for event in past.events), default=0)
 
 
-def _damaged(path: Path, number: int) -> LedgerError:
-    return LedgerError(
-        f"{path}:{number}: damaged line inside an attempt; restore the file from a copy or delete that line "
-        "(its attempt is then accounted from its other lines)"
-    )
-
-
-def _event(raw: Any, where: str) -> Event:
-    if not isinstance(raw, dict) or raw.get("kind") not in KINDS:
-        raise LedgerError(f"{where}: not a ledger event (kind must be one of {', '.join(KINDS)})")
-    version = raw.pop("version", FORMAT_VERSION)
-    if version > FORMAT_VERSION:
-        raise LedgerError(f"{where}: ledger format {version}, this program reads up to {FORMAT_VERSION}")
-    known = {f.name for f in dataclasses.fields(Event)}
-    if unknown := sorted(set(raw) - known):
-        raise LedgerError(f"{where}: unknown fields {', '.join(unknown)}")
+def _json(line: bytes) -> Any:
+    """The line's value; None for a line that is not JSON."""
     try:
-        return Event(**raw)
-    except TypeError as error:
-        raise LedgerError(f"{where}: {error}") from None
+        return json.loads(line)
+    except (ValueError, RecursionError):  # includes bytes cut inside a character
+        return None
 
 
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
+def _event(raw: Any, where: str) -> Event | None:
+    """The event that the value says; None where it says none."""
+    if not isinstance(raw, dict) or raw.get("kind") not in KINDS:
+        return None
+    version = raw.pop("version", FORMAT_VERSION)
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise LedgerError(f"{where}: ledger format {version}, this program reads up to {FORMAT_VERSION}")
+    try:
+        event = Event(**raw)
+    except TypeError:  # a field is unknown or missing
+        return None
+    sound = all(_fits(getattr(event, f.name), str(f.type)) for f in dataclasses.fields(Event))
+    return event if sound and version == FORMAT_VERSION else None
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == "int":
+        return isinstance(value, int) and value >= 0
+    if kind == "float" or (kind == "float | None" and value is not None):
+        return isinstance(value, int | float) and abs(value) < _FAR  # false for NaN
+    if kind == "Mapping[str, float]":
+        return isinstance(value, dict) and all(_fits(item, "float") for item in value.values())
+    return isinstance(value, str) or (value is None and kind != "str")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +36,7 @@ class StageStatus:
         eta_seconds: to the last step at the present pace (evaluations and saves included).
         seconds_per_step: wall-clock pace of the current attempt.
         seconds_silent: since anything was written.
-        damaged: step folders that are not usable, with the reason.
+        damaged: step folders that are not usable and lines of the ledger that are not readable, with the reason.
     """
 
     stage: str
@@ -66,15 +67,17 @@ def stage_status(
         now: seconds since the epoch.
 
     Raises:
-        LedgerError: the ledger is of a newer format or not a ledger.
+        LedgerError: the ledger is of a newer format.
         CheckpointError: the checkpoints folder cannot be read.
     """
     now = time.time() if now is None else now
     book = folder / "ledger.jsonl"
-    events = ledger.read(book) if book.exists() else []
+    past = ledger.history(book)
+    events = past.events
     entries = inventory(folder / "checkpoints")
     complete = [entry for entry in entries if entry.state == "complete"]
     damaged = tuple(f"{entry.path.name}: {entry.reason}" for entry in entries if entry.state == "damaged")
+    damaged += (f"{book.name}: {past.damage}",) if past.damage else ()
     if not events and not complete:
         return StageStatus(folder.name, "not started", damaged=damaged)
     newest = max(complete, key=lambda entry: entry.step, default=None)
@@ -116,7 +119,7 @@ def _training_of(newest: Entry | None, stage: str) -> TrainingConfig | None:
         return None
 
 
-def _state(events: list[Event], silent: float, pace: float | None) -> tuple[State, str | None]:
+def _state(events: Sequence[Event], silent: float, pace: float | None) -> tuple[State, str | None]:
     last = events[-1] if events else None
     if last is None:
         return "stopped", None
@@ -133,8 +136,10 @@ def _step(rows: list[Row], newest: Entry | None) -> int:
     return int(rows[-1]["step"]) if rows else newest.step if newest else 0
 
 
-def _last_sign(folder: Path, events: list[Event], rows: list[Row]) -> float:
-    times = [event.time for event in events[-1:]] + [float(row["time"]) for row in rows[-1:] if "time" in row]
+def _last_sign(folder: Path, events: Sequence[Event], rows: list[Row]) -> float:
+    times = [event.time for event in events[-1:]] + [
+        float(row["time"]) for row in rows[-1:] if _is_timed(row)
+    ]
     if not times:
         times = [path.stat().st_mtime for path in (folder / "checkpoints", folder) if path.exists()]
     return max(times, default=0.0)
@@ -142,12 +147,17 @@ def _last_sign(folder: Path, events: list[Event], rows: list[Row]) -> float:
 
 def _pace(rows: list[Row]) -> float | None:
     """Seconds per step over the latest rows of the latest attempt, everything between them included."""
-    recent = [row for row in rows[-RECENT_ROWS:] if row.get("attempt") == rows[-1].get("attempt")]
+    latest = rows[-1].get("attempt") if rows else None
+    recent = [row for row in rows[-RECENT_ROWS:] if row.get("attempt") == latest and _is_timed(row)]
     if len(recent) < 2:
         seconds = recent[0].get("seconds") if recent else None
         return float(seconds) if isinstance(seconds, int | float) else None
     first, last = recent[0], recent[-1]
     return (float(last["time"]) - float(first["time"])) / max(1, int(last["step"]) - int(first["step"]))
+
+
+def _is_timed(row: Row) -> bool:
+    return isinstance(row.get("time"), int | float)
 
 
 def _next_save(step: int, training: TrainingConfig | None) -> int | None:

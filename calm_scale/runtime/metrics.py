@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from calm_scale.accounting.lines import LineWriter
 
 Row = dict[str, Any]
 
 
 class MetricsRecord:
-    """Appends rows. A line torn by a kill is closed first, so that it spoils no other."""
+    """Appends rows. What cannot be written waits in memory (``LineWriter``): a record never ends a run.
 
-    def __init__(self, path: Path, attempt: int) -> None:
-        self.path, self.attempt = path, attempt
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torn = _is_torn(path)
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
+    Args:
+        path: the file.
+        attempt: goes into every row.
+        warn: told when rows cannot be written, and when they can again.
+    """
+
+    def __init__(self, path: Path, attempt: int, warn: Callable[[str], None]) -> None:
+        self.attempt = attempt
+        self._lines = LineWriter(path, warn)
 
     def resume(self, step: int) -> None:
         """This attempt goes on after ``step``; what stands above for later steps no longer counts."""
@@ -38,16 +42,14 @@ class MetricsRecord:
 
     def sync(self) -> None:
         """Makes the rows durable: called before a checkpoint that relies on them is committed."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._lines.sync()
 
     def close(self) -> None:
-        """Flushes and closes."""
-        self._file.close()
+        """A last try for what waits."""
+        self._lines.close()
 
     def _write(self, value: Row) -> None:
-        self._file.write(json.dumps(value, allow_nan=False) + "\n")
-        self._file.flush()
+        self._lines.add(json.dumps(value, allow_nan=False))
 
 
 def storable(row: Row) -> Row:
@@ -57,10 +59,10 @@ def storable(row: Row) -> Row:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows that count, one per step, in step order. Torn lines are passed over. Empty when there is no file."""
+    """The rows that count, one per step, in step order. Damaged lines are passed over. Empty when there is no file."""
     rows: dict[int, Row] = {}
     for value in _lines(path):
-        if "resume" in value:
+        if isinstance(value.get("resume"), int):
             rows = {step: row for step, row in rows.items() if step <= value["resume"]}
         elif isinstance(value.get("step"), int):
             rows[value["step"]] = value
@@ -72,6 +74,11 @@ def highest_step(path: Path) -> int:
     return max((v["step"] for v in _lines(path) if isinstance(v.get("step"), int)), default=0)
 
 
+def next_attempt(path: Path) -> int:
+    """One more than the highest attempt that has a line; 0 without any."""
+    return 1 + max((v["attempt"] for v in _lines(path) if isinstance(v.get("attempt"), int)), default=-1)
+
+
 def _lines(path: Path) -> list[Row]:
     if not path.exists():
         return []
@@ -79,16 +86,8 @@ def _lines(path: Path) -> list[Row]:
     for line in path.read_bytes().split(b"\n"):
         try:
             value = json.loads(line) if line.strip() else None
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             values.append(value)
     return values
-
-
-def _is_torn(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

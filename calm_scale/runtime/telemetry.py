@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +60,7 @@ class Telemetry:
         self.metrics_path = folder / "metrics.jsonl"
         self._logging, self._title = logging, title
         self._console = Console(stderr=True, quiet=not world.is_first, highlight=False)
-        self._record = MetricsRecord(self.metrics_path, attempt) if world.is_first else None
+        self._record = MetricsRecord(self.metrics_path, attempt, self.warn) if world.is_first else None
         self._wandb: WandbMirror | None = None
         if world.is_first:
             self._wandb = WandbMirror(folder, logging, run_id, attempt, title, dict(config or {}), self.warn)
@@ -69,11 +70,11 @@ class Telemetry:
 
     def say(self, text: str) -> None:
         """A line for people."""
-        self._console.print(f"[{self._title}] {text}", markup=False, soft_wrap=True)
+        self._print(f"[{self._title}] {text}")
 
     def warn(self, text: str) -> None:
         """A line for people that matters more."""
-        self._console.print(f"[{self._title}] warning: {text}", markup=False, style="yellow", soft_wrap=True)
+        self._print(f"[{self._title}] warning: {text}", style="yellow")
 
     def begin(self, step: int, total_steps: int) -> None:
         """Training goes on after ``step``."""
@@ -114,6 +115,10 @@ class Telemetry:
         """Makes the record durable before a checkpoint relies on it."""
         if self._record is not None:
             self._record.sync()
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        with contextlib.suppress(OSError):  # a log on a full disk, or a closed pipe
+            self._console.print(text, markup=False, style=style, soft_wrap=True)
 
     def close(self) -> None:
         """Ends progress and wandb, draws the curves. A picture that fails is a warning."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from calm_scale.accounting import ledger
 from calm_scale.accounting.ledger import Activity, Cause, Event, Kind
+from calm_scale.accounting.lines import LineWriter
 from calm_scale.checkpoint.card import Counters
 from calm_scale.checkpoint.run_id import run_id
 from calm_scale.runtime import metrics
@@ -25,12 +26,13 @@ PROGRESS_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which life of which run this is; the same on every rank."""
+    """Which life of which run this is; the same on every rank. ``damage``: what of its ledger is unreadable."""
 
     folder: Path
     run_id: str
     number: int
     highest_step: int
+    damage: str = ""
 
 
 def open_attempt(folder: Path, name: str, world: World) -> Attempt:
@@ -38,9 +40,11 @@ def open_attempt(folder: Path, name: str, world: World) -> Attempt:
     mine: Any = None
     if world.is_first:
         try:
-            book = folder / "ledger.jsonl"
-            reached = max(ledger.highest_step(book), metrics.highest_step(folder / "metrics.jsonl"))
-            mine = (run_id(folder, name), ledger.next_attempt(book), reached)
+            book, record = folder / "ledger.jsonl", folder / "metrics.jsonl"
+            past = ledger.history(book)
+            reached = max(ledger.highest_step(past), metrics.highest_step(record))
+            number = max(ledger.next_attempt(past), metrics.next_attempt(record) if past.damaged else 0)
+            mine = (run_id(folder, name), number, reached, f"{book}: {past.damage}" if past.damage else "")
         except Exception as error:
             mine = error
     found = world.broadcast_object(mine)
@@ -51,18 +55,25 @@ def open_attempt(folder: Path, name: str, world: World) -> Attempt:
 
 @dataclass
 class Ledger:
-    """Writes this attempt's events (first rank only). Counts and seconds are totals of the attempt."""
+    """Writes this attempt's events (first rank only). Counts and seconds are totals of the attempt.
+
+    An event that cannot be written waits in memory; ``warn`` is told.
+    """
 
     attempt: Attempt
     world: World
     stage: str
     precision: str
+    warn: Callable[[str], None]
     padding_share: float = 0.0
     first: Counters = field(default_factory=Counters)
     counters: Counters = field(default_factory=Counters)
     eval_tokens: int = 0
     _seconds: dict[Activity, float] = field(default_factory=dict)
     _last: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._lines = LineWriter(self.attempt.folder / "ledger.jsonl", self.warn, durable=True)
 
     @contextlib.contextmanager
     def timing(self, activity: Activity) -> Iterator[None]:
@@ -106,7 +117,7 @@ class Ledger:
             device=device_name(self.world),
             precision=self.precision,
         )
-        ledger.append(self.attempt.folder / "ledger.jsonl", event)
+        self._lines.add(ledger.line_of(event))
 
     def progress(self) -> None:
         """A progress event, if the last event is a while ago."""

@@ -83,7 +83,11 @@ def fit(
     """
     stop = stop or StopSignals()
     stop.install()
-    ledger = Ledger(attempt, world, identity.stage, config.precision, data.padding_share)
+    ledger = Ledger(
+        attempt, world, identity.stage, config.precision, telemetry.warn, padding_share=data.padding_share
+    )
+    if attempt.damage:
+        telemetry.warn(attempt.damage)
     place = f"{identity.stage} rank {world.rank}" + (
         f" ({where})" if (where := getattr(engine, "place", "")) else ""
     )

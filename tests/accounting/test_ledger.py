@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from calm_scale.accounting.goodput import accounts
-from calm_scale.accounting.ledger import Event, LedgerError, append, highest_step, next_attempt, read
+from calm_scale.accounting.ledger import Event, LedgerError, append, highest_step, history, next_attempt
 
 
 def event(kind: str, attempt: int, step: int, time: float, **fields: Any) -> Event:
@@ -40,12 +40,12 @@ def interrupted_run() -> list[Event]:
 
 def test_round_trip_and_counters(tmp_path: Path) -> None:
     path = tmp_path / "lm" / "ledger.jsonl"
-    assert next_attempt(path) == 0
+    assert next_attempt(history(path)) == 0
     for item in interrupted_run():
         append(path, item)
-    assert read(path) == interrupted_run()
-    assert next_attempt(path) == 3
-    assert highest_step(path) == 30
+    past = history(path)
+    assert (list(past.events), past.damaged, past.damage) == (interrupted_run(), (), "")
+    assert (next_attempt(past), highest_step(past)) == (3, 30)
 
 
 def test_second_resume_counts_no_replay_as_progress() -> None:
@@ -78,27 +78,47 @@ def test_torn_line_of_a_killed_attempt_is_passed_over(tmp_path: Path) -> None:
     append(path, first)
     append(path, second)
     path.write_bytes(path.read_bytes()[:-20])
-    assert read(path) == [first]
+    assert history(path).events == (first,)
     append(path, third)
-    assert read(path) == [first, third]
+    assert history(path).events == (first, third) and not history(path).damaged
 
 
-def test_damage_inside_an_attempt_is_an_error_with_its_line(tmp_path: Path) -> None:
+def test_damage_inside_an_attempt_is_passed_over_and_named(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     for item in interrupted_run()[:2]:
         append(path, item)
     first, second = path.read_bytes().splitlines()
     path.write_bytes(first[:-9] + b"\n" + second + b"\n")
-    with pytest.raises(LedgerError, match=r"ledger\.jsonl:1"):
-        read(path)
+    past = history(path)
+    assert (past.events, past.damaged) == ((interrupted_run()[1],), (1,))
+    assert past.damage.startswith("1 unreadable line (1); what only it recorded")
 
 
-@pytest.mark.parametrize("line", ['{"kind": "party"}', "[1]", '{"kind": "start", "attempt": 0, "mood": 1}'])
-def test_foreign_lines_are_named(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "party"}',
+        "[1]",
+        '{"time":0}',
+        '{"kind": "start", "attempt": 0, "stage": "lm", "step": 1, "time": 0, "mood": 1}',
+        '{"kind": "start", "attempt": "0", "stage": "lm", "step": 1, "time": 0}',
+        '{"kind": "start", "attempt": 0, "stage": "lm", "step": 1, "time": NaN}',
+        '{"kind": "start", "attempt": 0, "stage": "lm", "step": 1, "time": 0, "seconds": {"train": null}}',
+        '{"version": "1", "kind": "start", "attempt": 0, "stage": "lm", "step": 1, "time": 0}',
+    ],
+)
+def test_foreign_lines_are_damage_and_the_attempt_still_rises(tmp_path: Path, line: str) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(LedgerError, match=":1"):
-        read(path)
+    past = history(path)
+    assert (past.events, past.damaged, next_attempt(past)) == ((), (1,), 1)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"version": 2, "kind": "start"}\n')
+    with pytest.raises(LedgerError, match=":1: ledger format 2"):
+        history(path)
 
 
 def test_steps_after_the_last_line_of_a_killed_attempt_are_known_from_its_successor() -> None:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from calm_scale.accounting.costs import token_costs, tokens_per_step
-from calm_scale.accounting.ledger import Event, append
+from calm_scale.accounting.ledger import Event, LedgerError, append
 from calm_scale.accounting.presets import paper_model
 from calm_scale.accounting.report.build import Subject, build, emit
 from calm_scale.accounting.report.console import print_document
@@ -86,6 +86,18 @@ def test_run_account_counts_replays_as_waste(tiny: MakeRun, tmp_path: Path) -> N
     assert [(row["save"], row["eval"]) for row in times] == [(10, 0), (0, 5)]
     assert times[1]["replay"] == pytest.approx(50 * 2 / 6)
     assert times[0]["goodput"] == pytest.approx(50 / 80)
+
+
+def test_unreadable_lines_are_noted_and_only_nothing_readable_is_refused(
+    tiny: MakeRun, tmp_path: Path
+) -> None:
+    config, book = tiny(), tmp_path / "lm" / "ledger.jsonl"
+    write_run(tmp_path, config)
+    book.write_text('{"time":0}\n' + book.read_text())
+    assert "lm: ledger.jsonl has 1 unreadable line (1)" in to_markdown(build([Subject(config, tmp_path)]))
+    book.write_text('{"time":0}\n')
+    with pytest.raises(LedgerError, match="Nothing is left to report"):
+        build([Subject(config, tmp_path)])
 
 
 def test_unknown_device_is_said_and_impossible_speed_is_refused(tiny: MakeRun, tmp_path: Path) -> None:

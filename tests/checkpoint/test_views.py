@@ -75,7 +75,7 @@ def lm(tmp_path: Path, solo: World, card_of: Callable[..., Card], write: Callabl
     folder = tmp_path / "lm"
     CheckpointStore(folder / "checkpoints", solo, CheckpointConfig()).save(30, write, card_of(30))
     append(folder / "ledger.jsonl", event("start", 0, 1000.0))
-    record = MetricsRecord(folder / "metrics.jsonl", 0)
+    record = MetricsRecord(folder / "metrics.jsonl", 0, print)
     for step in range(1, 51):
         record.row({"step": step, "loss": 1.0, "tokens_per_s": 500.0, "time": 1000.0 + 2 * step})
     record.close()
@@ -103,6 +103,15 @@ def test_an_ended_stage(cause: str, state: str, lm: Path) -> None:
     append(lm / "ledger.jsonl", event("stop", 50, 1101.0, cause=cause))
     status = stage_status(lm, TRAINING, now=1102.0)
     assert (status.state, status.cause) == (state, cause)
+
+
+def test_damaged_lines_are_passed_over_and_said(lm: Path) -> None:
+    for name, line in (("ledger.jsonl", '{"time":0}\n'), ("metrics.jsonl", '{"resume":null}\n{"step":51}\n')):
+        with (lm / name).open("a") as file:
+            file.write(line)
+    status = stage_status(lm, TRAINING, now=1101.0)
+    assert (status.state, status.attempts, status.step) == ("running", 1, 51)
+    assert status.damaged[0].startswith("ledger.jsonl: 1 unreadable line (2)")
 
 
 def test_nothing_there(tmp_path: Path) -> None:

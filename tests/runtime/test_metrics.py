@@ -15,7 +15,7 @@ from calm_scale.runtime.telemetry import Telemetry
 
 
 def life(path: Path, attempt: int, first: int, last: int) -> None:
-    record = MetricsRecord(path, attempt)
+    record = MetricsRecord(path, attempt, print)
     if attempt:
         record.resume(first - 1)
     for step in range(first, last + 1):
@@ -41,17 +41,17 @@ def test_one_row_per_step_and_the_later_attempt_wins(tmp_path: Path) -> None:
     assert highest_step(path) == 30
 
 
-def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
+def test_torn_and_foreign_lines_spoil_no_other(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     life(path, 0, 1, 3)
     with path.open("a") as file:
-        file.write('{"step": 4, "lo')
+        file.write('{"resume": "x"}\n{"resume": null}\n{"step": 4, "lo')
     life(path, 1, 4, 5)
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
 
 
 def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
-    record = MetricsRecord(tmp_path / "m.jsonl", 0)
+    record = MetricsRecord(tmp_path / "m.jsonl", 0, print)
     record.row({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
     record.close()
     assert read_metrics(tmp_path / "m.jsonl") == [

@@ -44,7 +44,7 @@ def committed(run: Path) -> int:
 
 def lives(run: Path) -> int:
     book = run / "ledger.jsonl"
-    return sum(event.kind == "start" for event in ledger.read(book)) if book.exists() else 0
+    return sum(event.kind == "start" for event in ledger.history(book).events) if book.exists() else 0
 
 
 @pytest.mark.ranks
@@ -70,7 +70,7 @@ def test_killed_again_and_again_with_background_saves(launch: Any, tmp_path: Pat
     assert launch(run, **options).wait() == [0, 0]
     assert record(run) == record(whole)
     assert shards(run) == shards(whole)
-    starts = [e for e in ledger.read(run / "ledger.jsonl") if e.kind == "start"]
+    starts = [e for e in ledger.history(run / "ledger.jsonl").events if e.kind == "start"]
     interval = 10  # a background save is not committed yet when the next one is due
     assert len(starts) == lives(run) == 4
     assert all(e.highest_step - e.first_step <= interval for e in starts[1:])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting import ledger
+from calm_scale.accounting import ledger, lines
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import (
     CheckpointError,
@@ -19,7 +19,7 @@ from calm_scale.checkpoint.errors import (
     ResumeRefusedError,
 )
 from calm_scale.checkpoint.inventory import inventory
-from calm_scale.runtime.metrics import read_metrics
+from calm_scale.runtime.metrics import highest_step, next_attempt, read_metrics
 from calm_scale.runtime.world import World
 from calm_scale.training.nonfinite import NonFiniteError
 
@@ -97,7 +97,7 @@ def test_the_ledger_tells_the_story(tiny: ModuleType, tmp_path: Path, solo: Worl
     tiny.run(
         tmp_path, {"training": {"steps": 8, "optimizer": {"lr": 0.01}, "checkpoint": {"interval": 4}}}, solo
     )
-    stops = [event for event in ledger.read(tmp_path / "ledger.jsonl") if event.kind == "stop"]
+    stops = [event for event in ledger.history(tmp_path / "ledger.jsonl").events if event.kind == "stop"]
     assert [(e.attempt, e.first_step, e.step, e.steps_done, e.steps_replayed, e.cause) for e in stops] == [
         (0, 0, 6, 6, 0, "finished"),
         (1, 4, 8, 4, 2, "finished"),
@@ -130,7 +130,7 @@ def test_too_many_in_a_row_stop_and_are_not_saved(tiny: ModuleType, tmp_path: Pa
         tiny.run(tmp_path, options, solo)
     assert steps(tmp_path) == [4]
     assert [row["step"] for row in record(tmp_path)] == list(range(1, 8))
-    assert ledger.read(tmp_path / "ledger.jsonl")[-1].cause == "nonfinite"
+    assert ledger.history(tmp_path / "ledger.jsonl").events[-1].cause == "nonfinite"
 
 
 def test_on_nonfinite_stop_keeps_a_background_save(tiny: ModuleType, tmp_path: Path, solo: World) -> None:
@@ -231,8 +231,37 @@ def test_a_full_disk(
         with pytest.raises(DiskFullError):
             tiny.run(tmp_path, options, solo)
         assert steps(tmp_path) == [4]
-        assert ledger.read(tmp_path / "ledger.jsonl")[-1].cause == "disk_full"
+        assert ledger.history(tmp_path / "ledger.jsonl").events[-1].cause == "disk_full"
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+def test_a_record_that_cannot_be_written_ends_no_training(
+    tiny: ModuleType, tmp_path: Path, solo: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    original = lines.append_lines
+
+    def full(path: Path, *rest: Any) -> None:
+        if highest_step(tmp_path / "metrics.jsonl") >= 3 and not steps(tmp_path):
+            raise OSError(28, "No space left on device")
+        original(path, *rest)
+
+    monkeypatch.setattr(lines, "append_lines", full)
+    assert tiny.run(tmp_path, {"training": {"checkpoint": {"interval": 8}}}, solo).step == 12
+    assert [row["step"] for row in record(tmp_path)] == list(range(1, 13))
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl: No space left on device") == 1
+    assert "metrics.jsonl can be written again: 6 lines" in said
+
+
+def test_a_damaged_ledger_blocks_no_training(
+    unbroken: Path, tiny: ModuleType, solo: World, capsys: Any
+) -> None:
+    book = unbroken / "ledger.jsonl"
+    number = next_attempt(unbroken / "metrics.jsonl")
+    book.write_text('{"time":0}\n{"half\n[]\n')
+    tiny.run(unbroken, {}, solo)
+    assert f"{book}: 3 unreadable lines (1, 2, 3)" in capsys.readouterr().err
+    assert {event.attempt for event in ledger.history(book).events} == {number} != {0}
 
 
 def test_the_run_id_survives_everything(unbroken: Path, tiny: ModuleType, solo: World) -> None:

@@ -67,7 +67,7 @@ def test_a_hanging_rank_ends_the_job_with_its_stage_and_operation(tmp_path: Path
         assert time.monotonic() - stopped > 8, "it was given its time"
         assert "rank 0: stalled: in `" in said
         assert any(operation in said for operation in ("`training step", "`agreeing after step"))
-        assert [event.cause for event in ledger.read(run / "ledger.jsonl")][-1] == "stalled"
+        assert [event.cause for event in ledger.history(run / "ledger.jsonl").events][-1] == "stalled"
         assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()], (
             "no orphan holds the allocation"
         )

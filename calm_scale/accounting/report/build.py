@@ -56,7 +56,7 @@ def build(
 
     Raises:
         UtilizationError: a ledger claims more work than its devices can do.
-        LedgerError: a ledger is damaged.
+        LedgerError: nothing in a ledger can be read, or its format is newer.
     """
     given, subjects = subjects, _distinct([_as_run(subject) for subject in subjects])
     sections: list[Section] = [convention_section(), table1_section()]
@@ -104,9 +104,8 @@ def _as_run(subject: Subject) -> Subject:
     book = folder / "lm" / "ledger.jsonl" if folder is not None else None
     if lm is None or lm.parallel.data is not None or book is None or not book.is_file():
         return subject
-    data = (
-        max((event.world_size for event in ledger.read(book)[-1:]), default=1) // lm.parallel.model_parallel
-    )
+    last = ledger.history(book).events[-1:]
+    data = max((event.world_size for event in last), default=1) // lm.parallel.model_parallel
     parallel = lm.parallel.model_copy(update={"data": max(1, data)})
     updated = lm.model_copy(update={"parallel": parallel})
     return replace(subject, config=subject.config.model_copy(update={"lm": updated}))

@@ -14,6 +14,7 @@ from calm_scale.accounting.costs import (
     tokens_per_step,
 )
 from calm_scale.accounting.goodput import RunAccount, accounts
+from calm_scale.accounting.ledger import History, LedgerError
 from calm_scale.accounting.report import pictures
 from calm_scale.accounting.report.attempt_tables import StageCosts, attempts_table, time_spent, time_table
 from calm_scale.accounting.report.document import Cell, Column, Section, Table
@@ -35,17 +36,19 @@ class Prices:
 def run_section(config: RunConfig, folder: Path, prices: Prices) -> Section:
     """The account of every stage that has a ledger."""
     title = f"{config.name}: planned, done, wasted"
+    books = [(stage, _history(folder / stage / "ledger.jsonl")) for stage in STAGES]
     found = [
         account
-        for stage in STAGES
-        for account in _accounts(folder / stage / "ledger.jsonl")
+        for _, past in books
+        for account in accounts(past.events)
         if _costs(config, account.stage) is not None
     ]
+    text = [f"{stage}: ledger.jsonl has {past.damage}." for stage, past in books if past.damage]
     if not found:
         return Section(
             f"run.{config.name}", title, (f"{folder} holds no ledger: nothing has been run there.",)
         )
-    tables, drawn, text = [], [], []
+    tables, drawn = [], []
     for account in found:
         costs = _costs(config, account.stage)
         if costs is None:
@@ -87,8 +90,11 @@ def scores_section(runs: list[tuple[RunConfig, Path]]) -> Section | None:
     )
 
 
-def _accounts(path: Path) -> list[RunAccount]:
-    return accounts(ledger.read(path)) if path.is_file() else []
+def _history(path: Path) -> History:
+    past = ledger.history(path)
+    if past.damaged and not past.events:
+        raise LedgerError(f"{path}: {past.damage}. Nothing is left to report; restore it or move it away")
+    return past
 
 
 def _costs(config: RunConfig, stage: str) -> StageCosts | None:

@@ -75,7 +75,8 @@ class Results:
 
 def read_results(folder: DemoFolder, training_flops: float, layouts: list[str]) -> Results:
     """Read everything; a missing piece is an error, not a gap in the report."""
-    starts = [event for event in ledger.read(folder.run / "lm" / "ledger.jsonl") if event.kind == "start"]
+    past = ledger.history(folder.run / "lm" / "ledger.jsonl")
+    starts = [event for event in past.events if event.kind == "start"]
     if len(starts) < 2:
         raise DemoError(
             f"{folder.run / 'lm'}: the language model was to be stopped and resumed, but it was not"
