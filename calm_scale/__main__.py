@@ -1,6 +1,12 @@
 """``python -m calm_scale`` is ``calm-scale``."""
 
-from calm_scale.cli import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from calm_scale.cli import main
+
+        main()
+    except KeyboardInterrupt:  # while modules were still being read
+        sys.stderr.write("calm-scale: interrupted\n")
+        sys.exit(130)

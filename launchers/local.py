@@ -114,6 +114,7 @@ class _World:
         self._ranks: list[RankProcess] = []
         self._kill_at: float | None = None
         self._first: RankProcess | None = None
+        self._told: signal.Signals | None = None
 
     def run(self) -> Verdict:
         with PortLease() as lease, Guard() as guard, self._forwarding():
@@ -123,7 +124,11 @@ class _World:
             finally:
                 for rank in self._ranks:
                     rank.kill_group()
-        return Verdict.of(self._first, self._ranks)
+        verdict = Verdict.of(self._first, self._ranks)
+        if self._told is None or verdict.code != 128 + self._told:
+            return verdict
+        sys.stderr.write(f"ended by {self._told.name} as asked, before the ranks had anything to save\n")
+        return Verdict(verdict.code)
 
     def _spawn(self, port: int, guard: Guard) -> None:
         cores = cores_per_rank(self._nproc, self._source)
@@ -168,6 +173,7 @@ class _World:
     def _on_signal(self, number: int, _frame: object) -> None:
         # A closed terminal is a request to stop; the ranks know TERM for that.
         handed_on = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        self._told = handed_on
         for rank in self._ranks:
             rank.send(handed_on)
         if self._grace is not None and handed_on in (signal.SIGTERM, signal.SIGINT):

@@ -23,7 +23,7 @@ RANK_PROGRAM = """
 import json, os, signal, subprocess, sys, time
 rank, folder, mode = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
 got = []
-for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) if mode != "starting" else ():
     signal.signal(number, lambda n, _: got.append(n))
 helper = subprocess.Popen(["sleep", "600"])
 with open(f"{folder}/{rank}.json.tmp", "w") as file:
@@ -101,6 +101,15 @@ def test_signals_reach_every_rank_and_a_slow_save_is_awaited(program: Path, numb
     for rank in range(2):
         heard = signal.SIGTERM if number == signal.SIGHUP else number
         assert (program.parent / f"{rank}.saved").read_text() == str(int(heard))
+
+
+def test_ranks_that_end_at_once_when_told_are_no_failure_to_report(program: Path) -> None:
+    process = start(program, "starting")
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert said.splitlines()[-1] == "ended by SIGTERM as asked, before the ranks had anything to save"
+    assert "failed first" not in said
 
 
 def test_first_failing_rank_is_named_with_its_last_lines(program: Path) -> None:
