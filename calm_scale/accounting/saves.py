@@ -93,6 +93,11 @@ def checkpoints_kept(config: RunConfig, stage: Stage) -> int:
     return keeping.keep_last + keeping.keep_best + forever + 1
 
 
+def kept_text(config: RunConfig, stage: Stage) -> str:
+    """Where :func:`checkpoints_kept` comes from: `3 kept + 1 being written`."""
+    return f"{checkpoints_kept(config, stage) - 1} kept + 1 being written"
+
+
 def save_interval(
     config: RunConfig,
     stage: Stage,
@@ -108,7 +113,7 @@ def save_interval(
         step_seconds: of one optimizer step where the caller has an estimate.
     """
     training = training_of(config, stage)
-    step = step_seconds or _step_seconds(config, stage, ranks, nodes, chip)
+    step = step_seconds or estimated_step(config, stage, ranks, nodes, chip)
     size = float(checkpoint_bytes(config, stage))
     save = SAVE_OVERHEAD_SECONDS + size / min(STORAGE_PER_NODE * nodes, STORAGE_TOTAL)
     mtbf = intervals.job_mtbf(nodes, training.checkpoint.node_mtbf_hours)
@@ -120,13 +125,21 @@ def save_interval(
     )
 
 
-def interval_text(config: RunConfig, stage: Stage, *, ranks: int, nodes: int, chip: Device | None) -> str:
-    """The number of steps between saves that a run uses, and why."""
+def interval_text(
+    config: RunConfig,
+    stage: Stage,
+    *,
+    ranks: int,
+    nodes: int,
+    chip: Device | None,
+    unknown: str = "no step time can be estimated for this device",
+) -> str:
+    """The number of steps between saves that a run uses, and why (``unknown``: why not, without a ``chip``)."""
     checkpoint = training_of(config, stage).checkpoint
     if checkpoint.interval != "auto":
         return f"every {checkpoint.interval:,} steps (set by {stage}.training.checkpoint.interval)"
     if chip is None:
-        return f"every {UNESTIMATED_STEPS:,} steps (auto: no step time can be estimated for this device)"
+        return f"every {UNESTIMATED_STEPS:,} steps (auto: {unknown})"
     found = save_interval(config, stage, ranks=ranks, nodes=nodes, chip=chip)
     return f"every {found.steps:,} steps, {seconds_text(found.interval_seconds)} (auto: {found.reason})"
 
@@ -155,7 +168,8 @@ def training_of(config: RunConfig, stage: Stage) -> TrainingConfig:
     return section.training
 
 
-def _step_seconds(config: RunConfig, stage: Stage, ranks: int, nodes: int, chip: Device) -> float:
+def estimated_step(config: RunConfig, stage: Stage, ranks: int, nodes: int, chip: Device) -> float:
+    """Seconds of one optimizer step of a stage on that many ranks and nodes."""
     if stage == "lm":
         data_parallel = max(1, ranks // lm_of(config).parallel.model_parallel)
         return timing.step_time(config, data_parallel, chip, max(1, ranks // nodes)).total

@@ -84,7 +84,9 @@ class ClusterConfig(Section):
     """Everything site-specific; nothing of it appears in code or templates.
 
     ``python``: the interpreter on the compute nodes; None takes the one that submits. ``setup``: shell lines, run
-    as they stand before anything else of a job. ``network_interface`` is given to NCCL and gloo. ``link_check``:
+    as they stand before anything else of a job. ``gpu_type`` is part of the request where GPUs are asked for by name;
+    ``device`` is the GPU as ``plan --gpu`` calls it, for hours and save intervals before the run; None takes
+    ``gpu_type`` where that is such a name. ``network_interface`` is given to NCCL and gloo. ``link_check``:
     measure all-reduce between neighbouring nodes before training; None does where several nodes have GPUs.
     """
 
@@ -96,6 +98,7 @@ class ClusterConfig(Section):
     gpus_per_node: int = Field(default=0, ge=0)
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gpus-per-node"
     gpu_type: Line | None = None
+    device: Line | None = None
     cpus_per_node: int = Field(gt=0)
     memory_per_node: Line | None = None
     max_time: TimeLimit = "24:00:00"

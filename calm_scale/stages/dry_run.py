@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 
 from calm_scale.accounting import hardware, memory, saves
 from calm_scale.accounting.costs import run_totals
+from calm_scale.accounting.duration import training_time
 from calm_scale.accounting.layout import balance
 from calm_scale.accounting.report.document import bytes_text, flops_text
 from calm_scale.config import RunConfig
@@ -16,43 +19,55 @@ from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, 
 from calm_scale.stages.splits import open_split
 from data_prep.manifest import MANIFEST_NAME
 
-ASSUMED_MFU = 0.4
-"""The utilisation a plan assumes before anything was measured."""
-
 
 def dry_run(config: RunConfig, stage: Stage, num_ranks: int | None = None) -> int:
     """Check the configuration (and the data where it is prepared) and print the plan of one stage."""
-    Console().print(stage_plan(config, stage, num_ranks or default_ranks(config, stage), gpu=None))
+    Console().print(stage_plan(config, stage, num_ranks or default_ranks(config, stage), chip=None))
     return EXIT_OK
 
 
-def stage_plan(config: RunConfig, stage: Stage, ranks: int, gpu: str | None, nodes: int = 1) -> Table:
+def stage_plan(
+    config: RunConfig,
+    stage: Stage,
+    ranks: int,
+    chip: hardware.Device | None,
+    nodes: int = 1,
+    unknown: str = "no step time can be estimated for this device",
+) -> Table:
     """What one training stage would do on that many ranks.
 
     Args:
-        gpu: a key of the hardware table, for hours, saves and whether it fits; None where the device is not known.
+        chip: for hours, saves and whether it fits; None where the device is not known.
         nodes: over which the ranks are spread.
+        unknown: what to say without a ``chip``.
 
     Raises:
         ConfigError: the layout or the batch does not fit the ranks.
     """
     rows = _autoencoder(config, ranks) if stage == "autoencoder" else _language_model(config, ranks)
-    chip = hardware.device(gpu) if gpu is not None else None
-    rows += _saves(config, stage, saves.interval_text(config, stage, ranks=ranks, nodes=nodes, chip=chip))
+    interval = saves.interval_text(config, stage, ranks=ranks, nodes=nodes, chip=chip, unknown=unknown)
+    rows += _saves(config, stage, interval)
     if chip is not None:
-        rows += _on_device(config, stage, ranks, chip)
-    table = Table(title=f"{stage} of run {config.name}", title_justify="left", show_header=False)
+        rows += _on_device(config, stage, ranks, nodes, chip)
+    return two_columns(f"{stage} of run {config.name}", rows)
+
+
+def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and what is known of them; a long path is folded, never cut."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for _ in range(2):
+        table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value)
     return table
 
 
-def _on_device(config: RunConfig, stage: Stage, ranks: int, chip: hardware.Device) -> list[tuple[str, str]]:
-    totals = run_totals(config) if config.lm is not None else None
-    flops = 0.0 if totals is None else totals.autoencoder if stage == "autoencoder" else totals.lm
-    hours = flops / (chip.peak * ranks * ASSUMED_MFU) / 3600
+def _on_device(
+    config: RunConfig, stage: Stage, ranks: int, nodes: int, chip: hardware.Device
+) -> list[tuple[str, str]]:
+    time = training_time(config, stage, ranks=ranks, nodes=nodes, chip=chip)
     return [
-        (f"time at {ASSUMED_MFU:.0%} MFU on {chip.key}", f"{hours:,.1f} h, {hours * ranks:,.0f} GPU-hours"),
+        (f"time on {chip.key}", f"{time.hours:,.1f} h, {time.device_hours:,.0f} GPU-hours ({time.reason})"),
         ("memory of the device", bytes_text(chip.memory)),
     ]
 
@@ -88,7 +103,7 @@ def _saves(config: RunConfig, stage: Stage, interval: str) -> list[tuple[str, st
     size, kept = saves.checkpoint_bytes(config, stage), saves.checkpoints_kept(config, stage)
     return [
         ("checkpoint", f"{bytes_text(size)} {interval}"),
-        ("disk for checkpoints", f"{bytes_text(kept * size)} ({kept} of them)"),
+        ("disk for checkpoints", f"{bytes_text(kept * size)} ({kept}: {saves.kept_text(config, stage)})"),
     ]
 
 

@@ -1,61 +1,66 @@
-"""The whole run in one table before anything is queued: text, tokens, disk, hours. A disk too small is refused."""
+"""The whole run in one table before anything is queued: text, tokens, disk, hours."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
 from rich.table import Table
 
-from calm_scale.accounting import hardware, saves
-from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.components import parameters_of
+from calm_scale.accounting import hardware
 from calm_scale.accounting.costs import run_totals
+from calm_scale.accounting.duration import training_time
 from calm_scale.accounting.report.document import bytes_text, seconds_text
 from calm_scale.config import CalmScaleError, RunConfig
-from calm_scale.stages.dry_run import ASSUMED_MFU
+from calm_scale.stages.disk_needs import DiskNeed, disk_rows
+from calm_scale.stages.dry_run import two_columns
+from data_prep.errors import TokenizerError
 from data_prep.estimate import Estimate, estimate
 from data_prep.manifest import MANIFEST_NAME, Manifest
+from data_prep.tokenizer_spec import find_definition
 from launchers.slurm.layout import Stage, StageShape
-
-_TRAINED: tuple[saves.Stage, ...] = ("autoencoder", "lm")
-METRICS_BYTES_PER_STEP = 600
-EVALUATION_BYTES = 5_000_000
-
-
-@dataclass(frozen=True)
-class DiskNeed:
-    """What one part of a run writes, where, and how much of it is there already."""
-
-    label: str
-    folder: Path
-    bytes_in_all: float
-    bytes_there: int
-
-    @property
-    def bytes_to_come(self) -> float:
-        """Still to be written."""
-        return max(0.0, self.bytes_in_all - self.bytes_there)
 
 
 @dataclass(frozen=True)
 class Text:
-    """What is known of a run's inputs before they are read, or the problem that keeps it unknown."""
+    """What is known of a run's inputs before they are read, or the problem that keeps it unknown.
+
+    ``no_tokenizer``: prep's words where the tokenizer is not seen; empty where it is.
+    """
 
     estimate: Estimate | None
     problem: str = ""
+    no_tokenizer: str = ""
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether files of the text lie in sight of this machine."""
+        return self.estimate is not None and self.estimate.text_bytes > 0
 
 
 def look_at_text(config: RunConfig) -> Text:
     """A look at the first documents; inputs may be visible from the compute nodes only, which is no error here."""
     if config.prep is None:
         return Text(None, "no prep section")
+    no_tokenizer = ""
     try:
-        return Text(estimate(config))
+        find_definition(config.tokenizer_path)
+    except TokenizerError as error:
+        no_tokenizer = str(error)
+    try:
+        return Text(estimate(config), no_tokenizer=no_tokenizer)
     except (CalmScaleError, OSError) as error:
-        return Text(None, str(error))
+        return Text(None, str(error), no_tokenizer)
+
+
+def lack_of_tokenizer(config: RunConfig, text: Text) -> str:
+    """What is wrong where prep has yet to run, sees its text and no tokenizer; empty where nothing is.
+
+    A machine that sees neither may just not have the nodes' filesystems.
+    """
+    is_prepared = any(config.data_dir.glob(f"*/{MANIFEST_NAME}"))
+    return text.no_tokenizer if text.is_seen and not is_prepared else ""
 
 
 def run_plan(
@@ -65,73 +70,34 @@ def run_plan(
     needs: Sequence[DiskNeed],
     chip: hardware.Device | None,
     num_runs: int = 1,
+    unknown: str = "",
 ) -> Table:
     """Text, tokens available and needed, disk and hours of the stages in ``shapes``.
 
     Args:
-        needs: from :func:`disk_needs`, of this run or of all runs of a sweep.
+        needs: from :func:`~calm_scale.stages.disk_needs.disk_needs`, of this run or of all runs of a sweep.
         chip: for hours; None where the device is not known.
         num_runs: of a sweep; hours are those of one of them.
+        unknown: what to say of the hours without a ``chip``; empty says nothing.
     """
     several = f": one of {num_runs} runs, disk of all" if num_runs > 1 else ""
-    table = Table(title=f"the whole run {config.name}{several}", title_justify="left", show_header=False)
-    for name, value in [
+    rows = [
         *_prep_rows(config, shapes.get("prep"), text),
         *_token_rows(config, text.estimate),
-        *_hours(config, shapes, chip),
-        *_disk_rows(needs),
-        ("disk in all", _total(needs)),
-    ]:
-        table.add_row(name, value)
-    return table
-
-
-def disk_needs(
-    config: RunConfig, stages: Sequence[Stage], text: Text, *, each_checkpoint: bool = False
-) -> list[DiskNeed]:
-    """What the stages write at the most: shards, checkpoints that are kept and the one being written, results."""
-    found = []
-    if "prep" in stages and text.estimate is not None:
-        found.append(_need("shards", config.data_dir, text.estimate.shard_bytes))
-    for stage in _TRAINED:
-        if stage not in stages:
-            continue
-        kept, size = saves.checkpoints_kept(config, stage), saves.checkpoint_bytes(config, stage)
-        export = 4 * parameters_of(autoencoder_components(config)) if stage == "autoencoder" else 0
-        metrics = METRICS_BYTES_PER_STEP * saves.training_of(config, stage).steps
-        label = f"{stage}, {kept} checkpoints of {bytes_text(size)}"
-        found.append(_need(label, config.workdir / stage, kept * size + export + metrics))
-    if "eval" in stages and config.lm is not None:
-        checkpoint = config.lm.training.checkpoint
-        times = config.lm.training.steps // checkpoint.interval_steps if each_checkpoint else 0
-        found.append(_need("evaluation", config.workdir / "eval", (1 + times) * EVALUATION_BYTES))
-    return found
-
-
-def lack_of_space(needs: Sequence[DiskNeed]) -> str:
-    """What is wrong where a filesystem has not the space for what is still to be written to it; empty where it has."""
-    by_device: dict[int, list[DiskNeed]] = {}
-    for need in needs:
-        by_device.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
-    for group in by_device.values():
-        place = _existing(group[0].folder)
-        wanted, free = sum(need.bytes_to_come for need in group), shutil.disk_usage(place).free
-        if wanted > free:
-            parts = ", ".join(f"{need.label} {bytes_text(need.bytes_to_come)}" for need in group)
-            return (
-                f"{place}: {bytes_text(free)} are free, this run still writes {bytes_text(wanted)} there ({parts}). "
-                "Free some space, choose another workdir or data, or keep fewer checkpoints "
-                "(lm.training.checkpoint.keep_last, keep_every)"
-            )
-    return ""
+        *_hours(config, shapes, chip, unknown),
+        *disk_rows(needs),
+    ]
+    return two_columns(f"the whole run {config.name}{several}", rows)
 
 
 def _prep_rows(config: RunConfig, shape: StageShape | None, seen: Text) -> list[tuple[str, str]]:
     if config.prep is None or shape is None:
         return []
-    text = seen.estimate
+    text, tokenizer = seen.estimate, ("tokenizer", seen.no_tokenizer or str(config.tokenizer_path))
     if text is None:
-        return [("text", f"not seen from here: {seen.problem}")]
+        if seen.no_tokenizer:
+            tokenizer = ("tokenizer", f"not seen from here: {seen.no_tokenizer}")
+        return [("text", f"not seen from here: {seen.problem}"), tokenizer]
     how = "measured on the first documents" if text.sampled else "assumed: no tokenizer to ask"
     return [
         (
@@ -139,6 +105,7 @@ def _prep_rows(config: RunConfig, shape: StageShape | None, seen: Text) -> list[
             f"{text.num_inputs:,} inputs, {bytes_text(text.stored_bytes)} stored, {bytes_text(text.text_bytes)} of "
             f"text, about {text.num_documents:,} documents",
         ),
+        tokenizer,
         ("its tokens", f"about {text.tokens:,.0f}, {text.bytes_per_token:.2f} bytes each ({how})"),
         (
             "time of prep",
@@ -200,48 +167,23 @@ def _share(config: RunConfig, split: str) -> float:
 
 
 def _hours(
-    config: RunConfig, shapes: dict[Stage, StageShape], chip: hardware.Device | None
+    config: RunConfig, shapes: dict[Stage, StageShape], chip: hardware.Device | None, unknown: str
 ) -> list[tuple[str, str]]:
-    if chip is None or config.lm is None:
+    if chip is None:
+        return [("training", f"hours not known: {unknown}")] if unknown else []
+    trained: tuple[Literal["autoencoder", "lm"], ...] = ("autoencoder", "lm")
+    times = {
+        stage: training_time(config, stage, ranks=shape.num_tasks, nodes=shape.nodes, chip=chip)
+        for stage in trained
+        if (shape := shapes.get(stage)) is not None
+    }
+    if not times:
         return []
-    totals = run_totals(config)
-    parts = []
-    for shape, flops in ((shapes.get("autoencoder"), totals.autoencoder), (shapes.get("lm"), totals.lm)):
-        if shape is not None:
-            parts.append((flops / (chip.peak * shape.num_tasks * ASSUMED_MFU), shape.num_tasks))
-    if not parts:
-        return []
-    hours = sum(seconds for seconds, _ in parts) / 3600
-    devices = sum(seconds * ranks for seconds, ranks in parts) / 3600
-    return [(f"training at {ASSUMED_MFU:.0%} MFU", f"{hours:,.1f} h, {devices:,.0f} GPU-hours")]
-
-
-def _disk_rows(needs: Sequence[DiskNeed]) -> list[tuple[str, str]]:
-    """A line for what one run writes, or several runs of a sweep alike."""
-    alike: dict[str, list[float]] = {}
-    for need in needs:
-        alike.setdefault(need.label, []).append(need.bytes_in_all)
+    hours, devices = sum(t.hours for t in times.values()), sum(t.device_hours for t in times.values())
+    parts = ", ".join(f"{stage} {time.hours:,.1f} h" for stage, time in times.items())
     return [
-        (f"disk: {label}" + (f", {len(sizes)} runs" if len(sizes) > 1 else ""), bytes_text(sum(sizes)))
-        for label, sizes in alike.items()
+        (
+            f"training on {chip.key}",
+            f"{hours:,.1f} h, {devices:,.0f} GPU-hours: {parts} (estimate, see below)",
+        )
     ]
-
-
-def _total(needs: Sequence[DiskNeed]) -> str:
-    in_all, to_come = sum(n.bytes_in_all for n in needs), sum(n.bytes_to_come for n in needs)
-    if not needs:
-        return "not known"
-    place = _existing(needs[-1].folder)
-    there = "" if to_come == in_all else f", {bytes_text(to_come)} still to come"
-    return f"{bytes_text(in_all)}{there}; {bytes_text(shutil.disk_usage(place).free)} free on {place}"
-
-
-def _need(label: str, folder: Path, size: float) -> DiskNeed:
-    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
-    return DiskNeed(label, folder, size, there)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    folder = folder.absolute()
-    return folder if folder.is_dir() else next(parent for parent in folder.parents if parent.is_dir())

@@ -12,10 +12,11 @@ from rich.text import Text
 from calm_scale.accounting import hardware
 from calm_scale.config import ConfigError, RunConfig, load_as
 from calm_scale.config.cluster import ClusterConfig
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
+from calm_scale.stages.disk_needs import disk_needs, lack_of_space
 from calm_scale.stages.dry_run import stage_plan
 from calm_scale.stages.run_folder import runs_in
-from calm_scale.stages.run_plan import disk_needs, lack_of_space, look_at_text, run_plan
+from calm_scale.stages.run_plan import lack_of_tokenizer, look_at_text, run_plan
 from calm_scale.stages.sweep import Sweep
 from launchers.slurm.cancel import cancel
 from launchers.slurm.layout import Stage, StageShape, shape_of, stages_of
@@ -26,18 +27,17 @@ def submit_run(config: RunConfig, config_path: Path, cluster_path: Path, *, dry_
     """Write the job scripts, print what they ask for, and queue what is missing unless ``dry_run``."""
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
-    _plan(console, config, stages_of(config), cluster, dry_run)
+    problems = _plan(console, config, stages_of(config), cluster, dry_run)
     submission = submit(config, cluster, config_path, dry_run=dry_run)
     _show(console, submission, config, cluster)
-    _say_what_next(console, config.workdir, dry_run)
-    return EXIT_OK
+    return _end(console, config.workdir, dry_run, problems)
 
 
 def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry_run: bool) -> int:
     """The same for a sweep: what its runs share as jobs of the base run, the rest as job arrays, a task a run."""
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
-    _plan(console, sweep.base, sweep.shared, cluster, dry_run, sweep)
+    problems = _plan(console, sweep.base, sweep.shared, cluster, dry_run, sweep)
     name = f"{sweep.base.name}-sweep"
     if not dry_run:  # what can be refused is refused before the first job is queued
         submit_sweep(sweep.runs, cluster, sweep.folder, name, dry_run=True, stages=sweep.own)
@@ -56,8 +56,7 @@ def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry
     for index, run in enumerate(sweep.runs):
         table.add_row(str(index), run.name, str(run.workdir))
     console.print(table)
-    _say_what_next(console, sweep.folder, dry_run)
-    return EXIT_OK
+    return _end(console, sweep.folder, dry_run, problems)
 
 
 def _plan(
@@ -67,25 +66,29 @@ def _plan(
     cluster: ClusterConfig,
     dry_run: bool,
     sweep: Sweep | None = None,
-) -> None:
-    """Print the whole run (a sweep: the shared stages and those of its runs).
+) -> list[str]:
+    """Print the whole run (a sweep: the shared stages and those of its runs); why it cannot run, in a dry run.
 
     Raises:
-        ConfigError: a disk is too small (a dry run says so and goes on).
+        ConfigError: a disk is too small or the tokenizer is missing, and this is no dry run.
     """
     each, text = cluster.eval_each_checkpoint, look_at_text(config)
-    needs, shapes = disk_needs(config, stages, text, each_checkpoint=each), _shapes(config, stages, cluster)
+    shapes, chip = _shapes(config, stages, cluster), _chip(cluster)
+    needs = disk_needs(config, stages, text.estimate, each_checkpoint=each)
     if sweep is not None:
         needs += [
-            need for run in sweep.runs for need in disk_needs(run, sweep.own, text, each_checkpoint=each)
+            need
+            for run in sweep.runs
+            for need in disk_needs(run, sweep.own, text.estimate, each_checkpoint=each)
         ]
         shapes |= _shapes(sweep.runs[0], sweep.own, cluster)
     num_runs = len(sweep.runs) if sweep is not None else 1
-    console.print(run_plan(config, shapes, text, needs, _chip(cluster), num_runs))
-    if problem := lack_of_space(needs):
-        if not dry_run:
-            raise ConfigError(problem)
-        console.print(Text(f"would be refused: {problem}", style="red"), soft_wrap=True)
+    console.print(run_plan(config, shapes, text, needs, chip, num_runs, _no_device(cluster)))
+    problems = [lack_of_space(needs), lack_of_tokenizer(config, text) if "prep" in shapes else ""]
+    problems = [problem for problem in problems if problem]
+    if problems and not dry_run:
+        raise ConfigError("\n".join(problems))
+    return problems
 
 
 def _shapes(config: RunConfig, stages: Sequence[Stage], cluster: ClusterConfig) -> dict[Stage, StageShape]:
@@ -93,24 +96,49 @@ def _shapes(config: RunConfig, stages: Sequence[Stage], cluster: ClusterConfig) 
 
 
 def _chip(cluster: ClusterConfig) -> hardware.Device | None:
-    return next((chip for chip in hardware.DEVICES if chip.key == cluster.gpu_type), None)
+    """The GPU of the profile's nodes; None where it names none that is in the table.
+
+    Raises:
+        ConfigError: ``device`` is not in the table.
+    """
+    if cluster.device is None:
+        return next((chip for chip in hardware.DEVICES if chip.key == cluster.gpu_type), None)
+    try:
+        return hardware.device(cluster.device)
+    except hardware.UnknownDeviceError as error:
+        raise ConfigError(f"cluster profile {cluster.name}: device: {error}") from None
+
+
+def _no_device(cluster: ClusterConfig) -> str:
+    """Which key of the profile to set for hours and save intervals; for nodes without GPUs there is none."""
+    if not cluster.gpus_per_node:
+        return ""
+    keys = ", ".join(chip.key for chip in hardware.DEVICES)
+    return f"the GPU is not named; set `device: …` in the cluster profile ({keys})"
 
 
 def _show(console: Console, submission: Submission, config: RunConfig, cluster: ClusterConfig) -> None:
     console.print(_table(submission, cluster))
+    for job in submission.jobs:
+        if job.shape.note:
+            console.print(Text(job.shape.note, style="yellow"), soft_wrap=True)
     chip = _chip(cluster)
-    gpu = chip.key if chip is not None else None
+    unknown = _no_device(cluster) or "no step time can be estimated for nodes without GPUs"
     for job in submission.jobs:
         if job.stage in ("autoencoder", "lm"):
-            console.print(stage_plan(config, job.stage, job.shape.num_tasks, gpu, job.shape.nodes))
+            console.print(stage_plan(config, job.stage, job.shape.num_tasks, chip, job.shape.nodes, unknown))
     console.print(f"scripts: {submission.folder}", soft_wrap=True, highlight=False)
 
 
-def _say_what_next(console: Console, folder: Path, dry_run: bool) -> None:
-    if dry_run:
-        console.print("dry run: nothing was queued")
-    else:
+def _end(console: Console, folder: Path, dry_run: bool, problems: Sequence[str]) -> int:
+    """What to do next; of a dry run, at the very end, why the submission would be refused."""
+    if not dry_run:
         console.print(f"follow it with: calm-scale status {folder}", soft_wrap=True, highlight=False)
+        return EXIT_OK
+    console.print("dry run: nothing was queued")
+    for problem in problems:
+        console.print(Text(f"would be refused: {problem}", style="red"), soft_wrap=True)
+    return EXIT_USAGE if problems else EXIT_OK
 
 
 def cancel_run(run: Path) -> int:
@@ -132,14 +160,14 @@ def _table(submission: Submission, cluster: ClusterConfig) -> Table:
     for heading in (
         "stage",
         "nodes",
-        "tasks/node",
-        "GPUs/node",
-        "CPUs/task",
+        "tasks/\nnode",
+        "GPUs/\nnode",
+        "CPUs/\ntask",
         "notice",
         "job",
-        "what happened",
+        "outcome",
     ):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for job in submission.jobs:
         table.add_row(*_row(job))
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import namedtuple
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from calm_scale.accounting import plan
+from calm_scale.accounting.hardware import device
 from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, load, load_as
 from calm_scale.config.cluster import ClusterConfig
-from calm_scale.stages import run_plan as room
-from calm_scale.stages.run_plan import disk_needs, lack_of_space, look_at_text, run_plan
+from calm_scale.stages.disk_needs import disk_needs, lack_of_space
+from calm_scale.stages.run_plan import look_at_text, run_plan
 from data_prep.bpe import train_bpe
 from data_prep.estimate import estimate
 from launchers.slurm.layout import shape_of, stages_of
@@ -59,8 +62,8 @@ def document(tmp_path: Path) -> Path:
 def rows(config: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
     shapes = {stage: shape_of(config, cluster, stage) for stage in stages_of(config)}
     text = look_at_text(config)
-    chip = room.hardware.device("h100")
-    table = run_plan(config, shapes, text, disk_needs(config, stages_of(config), text), chip)
+    chip = device("h100")
+    table = run_plan(config, shapes, text, disk_needs(config, stages_of(config), text.estimate), chip)
     names, values = (list(column.cells) for column in table.columns)
     return dict(zip(map(str, names), map(str, values), strict=True))
 
@@ -78,8 +81,10 @@ def test_text_tokens_hours_and_disk_are_in_one_table(document: Path) -> None:
     assert tokens == pytest.approx(size / 4, rel=0.3)
     assert f"1,280 needed, {tokens * 0.2:,.0f} available" in found["tokens of autoencoder"]
     assert f"1,280 needed, {tokens * 0.7:,.0f} available" in found["tokens of lm"]
-    assert "GPU-hours" in found["training at 40% MFU"]
-    assert any(name.startswith("disk: lm, 3 checkpoints of") for name in found)
+    assert "there is no tokenizer at" in found["tokenizer"]
+    assert "GPU-hours: autoencoder 0.0 h, lm" in found["training on h100"]
+    assert "3 checkpoints of" in found["disk: lm"]
+    assert "2 kept + 1 being written" in found["disk: lm"]
     assert "free on" in found["disk in all"]
 
 
@@ -87,6 +92,7 @@ def test_inputs_that_only_the_nodes_see_are_no_error(document: Path) -> None:
     config = load(document, ["prep.sources=[{paths: [/nowhere/*.jsonl]}]"])
     found = rows(config, load_as(ClusterConfig, document.with_name("cluster.yaml")))
     assert "not seen from here" in found["text"]
+    assert "not seen from here: there is no tokenizer at" in found["tokenizer"]
     assert "not known yet" in found["tokens of lm"]
 
 
@@ -100,21 +106,68 @@ def test_a_disk_too_small_is_refused_and_what_is_there_counts(
     document: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load(document)
-    needs = disk_needs(config, stages_of(config), look_at_text(config))
+    text = look_at_text(config).estimate
+    needs = disk_needs(config, stages_of(config), text)
     wanted = sum(need.bytes_in_all for need in needs)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(1, 1, wanted - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, wanted - 1))
     assert "are free, this run still writes" in lack_of_space(needs)
     (config.workdir / "lm").mkdir(parents=True)
     (config.workdir / "lm" / "there").write_bytes(b"x" * 1000)
-    assert lack_of_space(disk_needs(config, stages_of(config), look_at_text(config))) == ""
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: Usage(1, 1, 1000))
+    assert lack_of_space(disk_needs(config, stages_of(config), text)) == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 1000))
     command = ["submit", str(document), "--cluster", str(document.with_name("cluster.yaml"))]
     with pytest.raises(ConfigError, match="Free some space"):
         CliRunner().invoke(app, command, catch_exceptions=False)
     assert not (config.workdir / "slurm").exists(), "refused before a script is written or a job queued"
     dry = CliRunner().invoke(app, [*command, "--dry-run"], catch_exceptions=False)
-    assert dry.exit_code == 0
-    assert "would be refused" in dry.output
+    assert dry.exit_code == 2
+    assert "dry run: nothing was queued" in dry.output
+    *_, space, tokenizer = dry.output.splitlines()
+    assert space.startswith("would be refused: ")
+    assert "Free some space" in space
+    assert tokenizer.startswith("would be refused: there is no tokenizer at")
+
+
+def test_a_tokenizer_that_only_the_nodes_see_is_no_refusal(document: Path) -> None:
+    command = ["submit", str(document), "--cluster", str(document.with_name("cluster.yaml")), "--dry-run"]
+    assert CliRunner().invoke(app, command).exit_code == 2, "the text is here, its tokenizer is not"
+    unseen = [*command, "--set", "prep.sources=[{paths: [/nowhere/*.jsonl]}]"]
+    assert CliRunner().invoke(app, unseen, catch_exceptions=False).exit_code == 0
+
+
+def test_needs_of_a_sweep_are_summed(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(document, ["lm.training.checkpoint.keep_last=1"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 0))
+    problem = lack_of_space([need for _ in range(4) for need in disk_needs(config, ["lm"], None)])
+    assert problem.count("checkpoints of") == 1
+    assert "(4 runs × 2 checkpoints of" in problem
+    assert "1 kept + 1 being written)" in problem
+
+
+def test_submit_takes_the_layout_of_the_plan_and_its_hours(tmp_path: Path) -> None:
+    """The advice of `plan`, submitted with the house's example profile, on a terminal of 80 columns."""
+    house = Path(__file__).parents[2] / "configs"
+    run, profile = house / "runs" / "calm-xl.yaml", house / "clusters" / "example.yaml"
+    best = plan.rank(load(run), 8, "h100")[0]
+    options = [part for item in (*best.overrides, f"workdir={tmp_path}/run") for part in ("--set", item)]
+    command = ["submit", str(run), "--cluster", str(profile), "--dry-run", *options]
+    said = CliRunner().invoke(app, command, env={"COLUMNS": "80"}, catch_exceptions=False).output
+    assert "stages.lm.nodes: 16 of the profile is not followed" in said
+    assert "│ lm          │ 8     │ 8      │ 8 " in said
+    assert f"│ {24 * best.days:,.1f} h, " in said
+    assert f"MFU {100 * best.mfu:.0f} %" in said
+    assert "…" not in said
+
+
+def test_a_profile_that_names_no_gpu_is_told_the_key(document: Path) -> None:
+    profile = document.with_name("unnamed.yaml")
+    profile.write_text("name: unnamed\ncpus_per_node: 8\ngpus_per_node: 2\n")
+    command = ["submit", str(document), "--cluster", str(profile), "--dry-run"]
+    said = CliRunner().invoke(app, command, env={"COLUMNS": "300"}, catch_exceptions=False).output
+    assert "hours not known: the GPU is not named; set `device: …`" in said
+    profile.write_text(profile.read_text() + "device: h999\n")
+    with pytest.raises(ConfigError, match="unnamed: device: gpu 'h999'"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 def test_a_tokenizer_is_asked_where_there_is_one(document: Path) -> None:

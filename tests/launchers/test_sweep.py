@@ -110,7 +110,7 @@ def test_a_dry_run_shows_every_task_and_queues_nothing(base: Path) -> None:
     output = submit(base, "--sweep", LR, "--dry-run")
     assert "dry run: nothing was queued" in output
     assert "one of 2 runs, disk of all" in output
-    assert "disk: evaluation, 2 runs" in output
+    assert "MiB (2 runs)" in output
     folder = load(base).workdir / "sweep"
     for index, name in enumerate(("lr-1e-4", "lr-2e-4")):
         assert f"│ {index} " in output
