@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.errors import ShardError
-from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
+from data_prep.errors import ShardError, ShardMistakeError
+from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry, write_atomically
 from data_prep.shards import HEADER_BYTES
 from data_prep.verify import shard_problems
 
@@ -43,16 +46,16 @@ def stage_split(origin: str | Path, local_dir: Path, fetch: Fetch = copy_file) -
     ``fetch(name, target)`` copies one file, ``name`` being ``origin/<file>``: pass one that reads an object store
     to stage from there (it is called by four threads). Every shard's checksum is checked, also of those that are
     there already, which are kept when right; the manifest comes last, so a folder with one is complete. Every
-    process of a node may call this: one copies, the others wait.
+    process of a node may call this, whoever's it is: one copies, the others wait. A copy that is right is not written
+    to, so a user who may only read it can share it.
 
     Raises:
+        ShardMistakeError: ``local_dir`` cannot be made, or not written to.
         ShardError: a fetched shard does not have its checksum, or the local disk has no room.
     """
     started = time.monotonic()
     try:
-        local_dir.mkdir(parents=True, exist_ok=True)
-        with (local_dir / ".stage.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _alone(local_dir):
             num_kept, num_bytes = _bring(str(origin), local_dir, fetch)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -63,21 +66,43 @@ def stage_split(origin: str | Path, local_dir: Path, fetch: Fetch = copy_file) -
     return Staged(local_dir, num_bytes, num_kept, time.monotonic() - started)
 
 
+@contextlib.contextmanager
+def _alone(local_dir: Path) -> Iterator[None]:
+    """The folder, made if need be, for one process of the node at a time; its lock file is for all users."""
+    try:
+        local_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(local_dir / ".stage.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ShardMistakeError(
+            f"{local_dir}: cannot be written to ({error.strerror}); stage to another folder (reading.stage_to)"
+        ) from None
+    try:
+        with contextlib.suppress(OSError):  # another user's, who has done this
+            os.fchmod(lock, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 def _bring(origin: str, local_dir: Path, fetch: Fetch) -> tuple[int, int]:
     """Shards kept and bytes copied."""
-    trial = local_dir / ".manifest"
-    trial.mkdir(exist_ok=True)
-    fetch(f"{origin}/{MANIFEST_NAME}", trial / MANIFEST_NAME)
-    manifest = Manifest.read(trial)
+    with tempfile.TemporaryDirectory(prefix="calm-stage-") as trial:
+        fetch(f"{origin}/{MANIFEST_NAME}", Path(trial) / MANIFEST_NAME)
+        manifest = Manifest.read(Path(trial))
+        text = (Path(trial) / MANIFEST_NAME).read_text(encoding="utf-8")
+    held = local_dir / MANIFEST_NAME
     with ThreadPoolExecutor(_STREAMS) as pool:
         right = list(pool.map(lambda entry: _is_right(local_dir, manifest, entry), manifest.shards))
         missing = [entry for entry, fits in zip(manifest.shards, right, strict=True) if not fits]
         if missing:
-            (local_dir / MANIFEST_NAME).unlink(missing_ok=True)
+            held.unlink(missing_ok=True)
             _refuse_full(local_dir, manifest, missing)
         sizes = list(pool.map(lambda entry: _copy(origin, local_dir, manifest, entry, fetch), missing))
-    (trial / MANIFEST_NAME).replace(local_dir / MANIFEST_NAME)
-    trial.rmdir()
+    if not held.exists() or held.read_text(encoding="utf-8") != text:
+        write_atomically(held, text)
     return len(manifest.shards) - len(missing), sum(sizes)
 
 
@@ -92,9 +117,17 @@ def _refuse_full(local_dir: Path, manifest: Manifest, missing: list[ShardEntry])
     free = shutil.disk_usage(local_dir).free
     if need > free:
         raise ShardError(
-            f"{local_dir}: {need / 1e9:,.3f} GB are still to be copied, {free / 1e9:,.3f} GB are free: free some "
-            "space, stage to another disk, or read the shards where they are"
+            f"{local_dir}: {_size(need)} are still to be copied, {_size(free)} are free: free some space, "
+            "stage to another disk, or read the shards where they are"
         )
+
+
+def _size(count: int) -> str:
+    """``1.50 GB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count} bytes"
 
 
 def _copy(origin: str, local_dir: Path, manifest: Manifest, entry: ShardEntry, fetch: Fetch) -> int:

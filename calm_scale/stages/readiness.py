@@ -31,7 +31,7 @@ def make_ready(config: RunConfig, dataset: ShardDataset, world: World) -> ShardD
     """The split to read from now on: its copy on this node, or itself, checked as ``reading`` says. Collective.
 
     Raises:
-        ConfigError: ``reading.stage_to`` names a variable that is not set.
+        ConfigError: ``reading.stage_to`` names a variable that is not set, or the prepared data's own folder.
         ShardError: on every rank, what failed on one: a damaged shard, a full disk.
     """
     console = Console(stderr=True, quiet=not world.is_first, highlight=False, soft_wrap=True)
@@ -97,13 +97,20 @@ def _check(reading: ReadingConfig, dataset: ShardDataset, world: World, console:
 
 
 def _local_place(stage_to: str, dataset: ShardDataset) -> Path:
-    """One folder per split and content, so that runs on one node share a copy or do not meet."""
+    """One folder per split, content and form, so that runs on one node share a copy or do not meet."""
     root = os.path.expandvars(stage_to)
     if "$" in root:
         raise ConfigError(
             f"reading.stage_to: {stage_to} names a variable that is not set on {socket.gethostname()}"
         )
-    return Path(root).expanduser().absolute() / f"{dataset.manifest.split}-{dataset.fingerprint[:16]}"
+    folder, data = Path(root).expanduser().absolute(), dataset.split_dir.absolute().parent
+    if folder.resolve().is_relative_to(data.resolve()):
+        raise ConfigError(
+            f"reading.stage_to: {folder} is inside the prepared data {data}; name a folder on a disk of the node"
+        )
+    manifest = dataset.manifest
+    form = "-zstd" if any(entry.compressed for entry in manifest.shards) else ""
+    return folder / f"{manifest.split}-{dataset.fingerprint[:16]}{form}"
 
 
 def _report(staged: list[Staged]) -> str:

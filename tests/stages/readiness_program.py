@@ -24,9 +24,7 @@ def flip(path: Path) -> None:
 def main() -> None:
     config = load(Path(sys.argv[1]))
     world = init_world(device="cpu", timeout_seconds=60)
-    staged = config.model_copy(
-        update={"reading": config.reading.model_copy(update={"stage_to": str(config.workdir / "local")})}
-    )
+    staged = to(config, str(config.workdir / "local"))
     shard = next(open_split(config, "train", 64).split_dir.glob("0*.shard"))
 
     def told(wanted: RunConfig, first: Callable[[], object] = lambda: None) -> str:
@@ -42,10 +40,10 @@ def main() -> None:
         return f"{dataset.split_dir} {rows}"
 
     said = [told(config), told(staged), told(staged, lambda: flip(copy_of(staged, shard)))]
-    said.append(told(staged.model_copy(update={"reading": unset(staged)})))
-    said.append(told(elsewhere(staged), lambda: full(world)))
+    said += [told(to(staged, place)) for place in ("$NO_SUCH_VARIABLE/calm", f"{config.data_dir}/local")]
+    said.append(told(to(staged, f"{staged.reading.stage_to}-2"), lambda: full(world)))
     said.append(told(config, lambda: flip(shard)))
-    said.append(told(elsewhere(staged)))
+    said.append(told(to(staged, f"{staged.reading.stage_to}-2")))
     world.close()
     sys.stdout.write(json.dumps(said) + "\n")
 
@@ -54,13 +52,8 @@ def copy_of(config: RunConfig, shard: Path) -> Path:
     return next(Path(config.reading.stage_to).glob(f"train-*/{shard.name}"))
 
 
-def unset(config: RunConfig) -> object:
-    return config.reading.model_copy(update={"stage_to": "$NO_SUCH_VARIABLE/calm"})
-
-
-def elsewhere(config: RunConfig) -> RunConfig:
-    reading = config.reading.model_copy(update={"stage_to": f"{config.reading.stage_to}-2"})
-    return config.model_copy(update={"reading": reading})
+def to(config: RunConfig, place: str) -> RunConfig:
+    return config.model_copy(update={"reading": config.reading.model_copy(update={"stage_to": place})})
 
 
 def full(world: World) -> None:

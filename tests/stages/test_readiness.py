@@ -57,14 +57,15 @@ def test_two_ranks_share_a_copy_and_a_verdict(prepared: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], ended
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
     assert first == second
-    checked, staged, again, unset, full, flipped, arrived = first
+    checked, staged, again, unset, inside, full, flipped, arrived = first
     assert checked.split()[1] == staged.split()[1] == again.split()[1]
     assert "/run/data/train " in checked
     assert "/run/local/train-" in staged
     assert again == staged  # a spoilt copy is replaced
     assert "NO_SUCH_VARIABLE" in unset
     assert unset.startswith("ConfigError")
-    assert "0.000 GB are free" in full
+    assert inside.startswith("ConfigError: reading.stage_to: ")
+    assert " kB are still to be copied, 0 bytes are free" in full
     assert "do not fit their checksum" in flipped
     assert "arrived damaged" in arrived
     told = ended[0][1]
