@@ -37,7 +37,11 @@ def take_port(candidates: Sequence[int]) -> socket.socket:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
-    raise LaunchError(f"all {len(candidates)} candidate ports are taken on this node: {list(candidates)}")
+    shown = ", ".join(map(str, candidates))
+    raise LaunchError(
+        f"taken on this node, so that the ranks cannot meet: port {shown}. End what listens there, or give all ranks "
+        "another port (MASTER_PORT; under SLURM or MPI CALM_SCALE_MASTER_PORT)"
+    )
 
 
 def welcome(listener: socket.socket, identity: str, world_size: int, seconds: float) -> None:
@@ -78,7 +82,7 @@ def find_port(address: str, candidates: Sequence[int], identity: str, rank: int,
         time.sleep(_POLL_SECONDS)
     raise LaunchError(
         f"rank {rank}: rank 0 of this job answers on none of the ports {list(candidates)} of {address} after "
-        f"{seconds:.0f} s. Has it started, and can this node reach {address}?"
+        f"{seconds:.0f} s. Has it started (its log says why not), and can this node reach {address}?"
     )
 
 

@@ -27,7 +27,9 @@ JOIN_SECONDS = 60.0
 
 
 _PORT_IS_OURS = ("slurm", "mpi")
-"""Launchers that give the ranks no meeting point; the others (torchrun, our local one) see to it themselves."""
+"""Launchers that give the ranks no meeting point."""
+_RANK_0_LISTENS = (*_PORT_IS_OURS, "env", "deepspeed")
+"""Launchers that leave the meeting to the ranks; the others (torchrun, our local one) see to it themselves."""
 
 
 class WorldError(CalmScaleError):
@@ -146,12 +148,18 @@ def _join(facts: RankFacts, backend: str, timeout: timedelta) -> Any:
                 f"a process group of {dist.get_world_size()} exists, the launcher says {facts.world_size} ranks"
             )
     else:
-        if facts.launcher in _PORT_IS_OURS:
+        if facts.launcher in _RANK_0_LISTENS:
             store, rank, world_size = _meet(facts, join), facts.rank, facts.world_size
         else:
             _tell_libraries(facts)
             found = rendezvous("env://", rank=facts.rank, world_size=facts.world_size, timeout=join)
-            store, rank, world_size = next(iter(found))
+            try:
+                store, rank, world_size = next(iter(found))
+            except (RuntimeError, OSError) as error:  # the local launcher looks for EADDRINUSE in the text
+                raise WorldError(
+                    f"rank {facts.rank} of {facts.world_size} could not meet the others on port {facts.master_port} "
+                    f"of {facts.master_addr}: {str(error).splitlines()[0]}. Did every rank start, and is the port free?"
+                ) from None
         store.set_timeout(join)
         _roll_call(store, rank, world_size)
         store.set_timeout(timeout)
@@ -160,10 +168,16 @@ def _join(facts: RankFacts, backend: str, timeout: timedelta) -> Any:
 
 
 def _meet(facts: RankFacts, join: timedelta) -> Any:
-    """A store on the first candidate port that rank 0 can take; every rank finds it there within a minute."""
+    """A store on the first candidate port that rank 0 can take; every rank finds it there within a minute.
+
+    Where the ranks were given a port, it is the only candidate.
+    """
     import torch.distributed as dist
 
-    candidates, identity = environment.port_candidates(), environment.world_identity()
+    if facts.launcher in _PORT_IS_OURS:
+        candidates, identity = environment.port_candidates(), environment.world_identity()
+    else:
+        candidates, identity = [facts.master_port], f"{facts.master_port} of {facts.world_size}"
     descriptor = None
     if facts.rank == 0:
         listener = meeting.take_port(candidates)

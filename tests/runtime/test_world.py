@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import torch
 from calm_scale.runtime import world as room
 from calm_scale.runtime.threads import threads_per_rank
 from calm_scale.runtime.world import WorldError, init_world
+from launchers import meeting
 from launchers.cores import available_cores
 from launchers.environment import RankFacts
+from launchers.errors import LaunchError
 
 
 def alone() -> RankFacts:
@@ -46,3 +50,17 @@ def test_ranks_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     with pytest.raises(WorldError, match="2 of 4 ranks have not joined after 0 s: 1, 3"):
         room._roll_call(store, 0, 4)
+
+
+def test_ranks_started_by_hand_say_what_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        by_hand = RankFacts(0, 2, 0, 2, 0, 1, "127.0.0.1", port, "env", None, 0)
+        with pytest.raises(LaunchError, match=f"taken on this node.*{port}.*MASTER_PORT"):
+            init_world(device="cpu", facts=by_hand)
+        with pytest.raises(LaunchError, match=f"rank 1: rank 0 .* answers on none of the ports .{port}"):
+            init_world(device="cpu", facts=replace(by_hand, rank=1))
+    with pytest.raises(LaunchError, match="1 of 2 ranks have not joined after 0 s: 1"):
+        init_world(device="cpu", facts=by_hand)
