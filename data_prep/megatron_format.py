@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
 from data_prep.journal import FolderLock
-from data_prep.manifest import MANIFEST_NAME, DocumentCounts, Manifest, ShardEntry, SourceEntry, TokenCounts
+from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry, SourceEntry, TokenCounts
+from data_prep.megatron_counts import PairCounts, Tally, counts_of
 from data_prep.packing import build_packer
 from data_prep.reading import ShardDataset
 from data_prep.shards import SUFFIX, ShardWriter, token_dtype
@@ -29,6 +30,8 @@ from data_prep.tokenizer import Tokenizer
 _MAGIC = b"MMIDIDX\x00\x00"
 _TYPES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _BATCH_TOKENS = 4 << 20
+PADDING_UNKNOWN = "padding_counts_as_text"
+"""The note in the manifest of a pair whose padding cannot be told from text."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def write_megatron(
 def export_megatron(split_dir: Path, prefix: Path) -> int:
     """Write a split as ``prefix.bin`` / ``prefix.idx``, one document per stored sequence; their number.
 
-    A last sequence that was filled up is written without its filler.
+    A last sequence that was filled up is written without its filler. Beside the pair goes what it cannot say of itself
+    (``megatron_counts``).
     """
     manifest = Manifest.read(split_dir)
     dataset = ShardDataset(split_dir, manifest.sequence_length, partial=True)
@@ -101,14 +105,18 @@ def export_megatron(split_dir: Path, prefix: Path) -> int:
     data.parent.mkdir(parents=True, exist_ok=True)
     part = data.with_name(data.name + ".part")
     lengths = np.empty(len(dataset), np.int32)
+    tally = Tally(manifest)
     with part.open("wb") as file:
         for i in range(len(dataset)):
             lengths[i] = len(dataset[i])
-            file.write(np.ascontiguousarray(dataset[i], dtype).tobytes())
+            stored = np.ascontiguousarray(dataset[i], dtype).tobytes()
+            file.write(stored)
+            tally.add(dataset[i], stored)
         file.flush()
         os.fsync(file.fileno())
     part.replace(data)
     write_megatron(prefix, dtype, lengths, np.arange(len(dataset) + 1, dtype=np.int64))
+    tally.write(prefix, lengths)
     return len(dataset)
 
 
@@ -124,6 +132,9 @@ def import_megatron(
 ) -> Manifest:
     """Repack a Megatron pair into ``data_dir/split`` without tokenizing: documents keep their ids.
 
+    Where the pair's counts are not beside it, padding in it counts as text, and the manifest's notes say
+    ``PADDING_UNKNOWN``.
+
     BOS and EOS are counted where the documents carry them already; ``tokenizer`` says which ids they are, and
     ``stated`` is what the manifest says of it.
 
@@ -138,6 +149,7 @@ def import_megatron(
         raise ShardMistakeError(
             f"{prefix}.bin holds ids outside [0, {vocab_size}): largest {largest}; set vocab_size to fit"
         )
+    counts = counts_of(prefix, index.tokens, index.lengths, offsets, tokenizer)
     packer = build_packer(prep.packing, prep.sequence_length, prep.alignment, tokenizer.pad_id)
     dtype = token_dtype(max(largest, tokenizer.max_id), prep.dtype)
     with FolderLock(data_dir):
@@ -161,13 +173,19 @@ def import_megatron(
         header, tail = writer.close()
         if header is None:
             raise PrepMistakeError(f"{prefix} holds less than one sequence of {prep.sequence_length} tokens")
-        manifest = _manifest_of(offsets, tokenizer, prep, vocab_size, split).model_copy(
+        padding = (counts.padding or 0) + packer.padding + filler
+        manifest = _manifest_of(counts, tokenizer, prep, vocab_size, split).model_copy(
             update={
                 "dtype": dtype.name,
                 "num_sequences": header.num_sequences,
                 "max_id": header.max_id,
-                "tokens": _count(
-                    index, offsets, tokenizer, packer.padding + filler, len(tail), header.num_tokens
+                "tokens": TokenCounts(
+                    text=len(index.tokens) - counts.bos - counts.eos - (counts.padding or 0),
+                    bos=counts.bos,
+                    eos=counts.eos,
+                    padding=padding,
+                    tail=len(tail),
+                    stored=header.num_tokens,
                 ),
                 "sources": [SourceEntry(name=str(prefix), weight=1.0, num_sequences=header.num_sequences)],
                 "shards": [
@@ -193,34 +211,13 @@ def import_megatron(
     return manifest
 
 
-def _count(
-    index: MegatronIndex,
-    offsets: NDArray[np.int64],
-    tokenizer: Tokenizer,
-    padding: int,
-    tail: int,
-    stored: int,
-) -> TokenCounts:
-    real = offsets[:-1][np.diff(offsets) > 0]
-    ends = offsets[1:][np.diff(offsets) > 0]
-    bos = int((index.tokens[real] == tokenizer.bos_id).sum()) if tokenizer.bos_id is not None else 0
-    eos = int((index.tokens[ends - 1] == tokenizer.eos_id).sum()) if tokenizer.eos_id is not None else 0
-    text = len(index.tokens) - bos - eos
-    return TokenCounts(text=text, bos=bos, eos=eos, padding=padding, tail=tail, stored=stored)
-
-
 def _manifest_of(
-    offsets: NDArray[np.int64],
+    counts: PairCounts,
     tokenizer: Tokenizer,
     prep: PrepConfig,
     vocab_size: int,
     split: str,
 ) -> Manifest:
-    lengths = np.diff(offsets)
-    real = lengths[lengths > 0]
-    histogram = np.trim_zeros(np.bincount(np.frexp(real)[1] - 1, minlength=1), "b").tolist()
-    num_documents = len(lengths)
-    empty = num_documents - len(real)
     return Manifest(
         split=split,
         dtype="",
@@ -237,11 +234,10 @@ def _manifest_of(
         packing=prep.packing,
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer=tokenizer.name,
-        documents=DocumentCounts(
-            read=num_documents, kept=num_documents - empty, quarantined={"empty": empty} if empty else {}
-        ),
+        documents=counts.document_counts,
         tokens=TokenCounts(),
         sources=[],
         shards=[],
-        length_histogram=histogram,
+        length_histogram=counts.length_histogram,
+        notes={PADDING_UNKNOWN: 1} if counts.padding is None else {},
     )

@@ -83,7 +83,7 @@ def export_pair(folder: Path, prefix: Path) -> int:
 def import_pair(config: RunConfig, prefix: Path, split: str) -> int:
     """Repack a Megatron ``.bin``/``.idx`` pair into a split of a run, without tokenizing again."""
     from data_prep.inspection import store_definition
-    from data_prep.megatron_format import import_megatron
+    from data_prep.megatron_format import PADDING_UNKNOWN, import_megatron
     from data_prep.tokenizer import load_tokenizer
 
     if config.prep is None:
@@ -101,7 +101,10 @@ def import_pair(config: RunConfig, prefix: Path, split: str) -> int:
         stated=config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
     )
     store_definition(config.tokenizer_path, config.data_dir)
-    Console(highlight=False).print(
-        f"{manifest.num_sequences:,} sequences in {config.data_dir / split}", soft_wrap=True
-    )
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{manifest.num_sequences:,} sequences in {config.data_dir / split}")
+    if PADDING_UNKNOWN in manifest.notes:
+        console.print(
+            "the pair does not say which ids are padding: all count as text, and its documents as documents"
+        )
     return EXIT_OK
