@@ -18,6 +18,8 @@ from data_prep.reading import ShardDataset
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.tokenizer_spec import find_definition
 
+_LONGEST_BAR = 40
+
 
 class Decodes(Protocol):
     """What inspection needs of a tokenizer."""
@@ -141,8 +143,9 @@ def show_split(split_dir: Path, console: Console | None = None) -> Manifest:
     most = max(manifest.length_histogram, default=0)
     for power, count in enumerate(manifest.length_histogram):
         if count:
-            bar = "█" * max(1, round(40 * count / most))
-            console.print(f"{2**power:>10,}–{2 ** (power + 1) - 1:<10,} tokens {count:>12,} {bar}")
+            line = f"{2**power:>10,}–{2 ** (power + 1) - 1:<10,} tokens {count:>12,} "
+            longest = min(_LONGEST_BAR, console.width - len(line))
+            console.print(line + "█" * max(1, round(longest * count / most)))
     return manifest
 
 

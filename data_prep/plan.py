@@ -17,6 +17,7 @@ from rich.table import Table
 from calm_scale.config import RunConfig
 from calm_scale.config.base import ConfigError
 from calm_scale.config.data import PrepConfig, TokenizerConfig
+from calm_scale.config.wording import counted
 from data_prep.errors import PrepError
 from data_prep.estimate import BYTES_PER_SECOND, BYTES_PER_TOKEN, SHARD_OVERHEAD
 from data_prep.inputs import Input, list_inputs
@@ -93,20 +94,24 @@ class Plan:
                 name, f"{len(mine):,}", f"{size / 1e6:,.1f} MB", f"{text / 1e6:,.1f} MB", f"{source.weight:g}"
             )
         console.print(table)
-        minutes = self.text_bytes / (BYTES_PER_SECOND * self.prep.workers) / 60
+        seconds = self.text_bytes / (BYTES_PER_SECOND * self.prep.workers)
         segments = sum(self.expected_segments(item) for item in self.inputs)
         console.print(
             f"splits: {', '.join(f'{s.name} {s.high - s.low:.4g}' for s in self.splits)} · packing: "
             f"{self.prep.packing} · sequences of {self.prep.sequence_length:,} {self.dtype} ids, K-aligned to "
             f"{self.prep.alignment}\n"
             f"about {self.text_bytes / BYTES_PER_TOKEN / 1e6:,.1f} M tokens, {self.disk_bytes / 1e9:,.3f} GB of "
-            f"shards in about {segments:,} segments of {self.segment_bytes / 1e6:,.1f} MB, "
-            f"{minutes:,.1f} minutes with {self.prep.workers} worker(s)"
+            f"shards in about {counted(segments, 'segment')} of {self.segment_bytes / 1e6:,.1f} MB, "
+            f"{_duration(seconds)} with {counted(self.prep.workers, 'worker')}"
         )
 
     def expected_segments(self, item: Input) -> int:
         """Estimated segments of one input, at least 1."""
         return max(1, -(-item.text_bytes // self.segment_bytes))
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(seconds, 1):,.0f} s" if seconds < 60 else f"{seconds / 60:,.1f} min"
 
 
 def make_plan(config: RunConfig, tokenizer: Tokenizer) -> Plan:

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 from rich.console import Console
 
+from calm_scale.config.wording import counted
 from data_prep.cold import open_cold
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
@@ -165,9 +166,9 @@ def show_verification(directory: Path, console: Console | None = None) -> bool:
     console = console or Console(highlight=False)
     found = verify_tree(directory)
     for split in found:
-        state = "ok" if split.ok else f"{len(split.problems)} problem(s)"
+        state = "ok" if split.ok else counted(len(split.problems), "problem")
         console.print(
-            f"{split.directory}: {state} · {split.num_shards:,} shards, {split.num_tokens:,} tokens"
+            f"{split.directory}: {state} · {counted(split.num_shards, 'shard')}, {split.num_tokens:,} tokens"
         )
         for problem in split.problems:
             console.print(f"  {problem}")

@@ -112,6 +112,17 @@ class Card(Identity):
         """Optimizer steps done."""
         return self.counters.steps
 
+    @property
+    def layout(self) -> str:
+        """The layout that wrote it, in short: ``tp2 pp2 × 2 chunks dp1``, or ``zero2 ×4`` for an autoencoder."""
+        at = self.topology
+        if "zero_stage" in at:
+            return f"zero{at['zero_stage']} ×{at.get('world_size', '?')}"
+        if "tensor" not in at:
+            return ""
+        chunks = f" × {at['virtual_pipeline']} chunks" if at.get("virtual_pipeline", 1) > 1 else ""
+        return f"tp{at['tensor']} pp{at.get('pipeline', 1)}{chunks} dp{at.get('data', 1)}"
+
     @classmethod
     def of(cls, identity: Identity, **more: Any) -> Card:
         """The identity plus what a moment adds: ``created``, ``counters``, ``schedule``, ``rng``, ``metrics``."""

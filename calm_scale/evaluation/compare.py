@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from calm_scale.config.wording import counted
 from calm_scale.evaluation.brier import (
     ORDERS,
     EvaluationError,
@@ -79,7 +80,7 @@ def table(comparison: Comparison) -> Table:
     from rich.table import Table
 
     out = Table(
-        title=f"b − a over {comparison.num_documents} documents",
+        title=f"b − a over {counted(comparison.num_documents, 'document')}",
         caption="\n".join(comparison.protocol_differences) or "same protocol",
         caption_justify="left",
     )
@@ -87,8 +88,8 @@ def table(comparison: Comparison) -> Table:
         out.add_column(name, justify="left" if not name else "right")
     for d in comparison.differences:
         scale = 1.0 if d.name == "BrierLM" else 100.0
-        numbers = ["n/a" if x is None else f"{scale * x:.3f}" for x in (d.a, d.b, d.difference)]
-        interval = "n/a" if d.interval is None else " – ".join(f"{scale * x:+.3f}" for x in d.interval)
+        numbers = ["n/a" if x is None else f"{scale * x:z.3f}" for x in (d.a, d.b, d.difference)]
+        interval = "n/a" if d.interval is None else " – ".join(f"{scale * x:+z.3f}" for x in d.interval)
         share = "n/a" if d.share_above is None else f"{d.share_above:.1%}"
         out.add_row(d.name if d.name == "BrierLM" else f"{d.name} (%)", *numbers, interval, share)
     return out

@@ -11,6 +11,7 @@ import numpy as np
 
 from calm_scale.config.base import ConfigError
 from calm_scale.config.stored import read_object
+from calm_scale.config.wording import counted
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError
 from calm_scale.evaluation.evaluate import EvaluationResult
 
@@ -94,7 +95,7 @@ def table(result: EvaluationResult, title: str = "BrierLM") -> Table:
     out.add_section()
     out.add_row(
         "BrierLM",
-        "n/a" if score.brierlm is None else f"{score.brierlm:.3f}",
+        "n/a" if score.brierlm is None else f"{score.brierlm:z.3f}",
         _range(score.brierlm_interval, 1.0),
     )
     return out
@@ -109,8 +110,8 @@ def _caption(result: EvaluationResult) -> str:
         )
     lines += [
         f"K {p['patch_size']}, {p['num_sequences']} sequences of {p['block_tokens']} tokens, "
-        f"{score.num_documents} documents (by {p['documents_by']}), S {score.num_samples}, seed {p['seed']}, "
-        f"sampler {p['sampler']}, {result.execution.get('ranks', 1)} ranks",
+        f"{counted(score.num_documents, 'document')} (by {p['documents_by']}), S {score.num_samples}, "
+        f"seed {p['seed']}, sampler {p['sampler']}, {counted(result.execution.get('ranks', 1), 'rank')}",
         f"covers {p['covers']}",
         f"left out: {p['sequences_left_out']} sequences, {p['dropped_tail_tokens']} tokens of tail; "
         f"{p.get('partial_sequences', 0)} partial sequences scored as far as they go",
@@ -120,13 +121,13 @@ def _caption(result: EvaluationResult) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{100 * value:.3f}"
+    return "n/a" if value is None else f"{100 * value:z.3f}"
 
 
 def _range(interval: tuple[float | None, float | None] | None, scale: float) -> str:
     if interval is None:
         return "n/a"
-    return " – ".join("n/a" if end is None else f"{scale * end:.3f}" for end in interval)
+    return " – ".join("n/a" if end is None else f"{scale * end:z.3f}" for end in interval)
 
 
 def _tuples(value: Any) -> Any:

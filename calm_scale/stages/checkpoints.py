@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from calm_scale.accounting.report.document import bytes_text, seconds_text
+from calm_scale.accounting.report.console import print_table
+from calm_scale.accounting.report.document import Cell, Column, Table, bytes_text
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.inventory import Entry, inventory, verify
 from calm_scale.checkpoint.layout import SHARDS
@@ -29,9 +30,11 @@ def list_checkpoints(run: Path, *, read_all: bool = False) -> int:
     shown = 0
     for folder in folders:
         entries = inventory(folder, deep=read_all)
-        shown += len(entries)
+        if entries and shown:
+            console.print()
         if entries:
-            console.print(_table(folder, entries))
+            print_table(_table(folder, entries), console)
+        shown += len(entries)
     if not shown:
         raise ConfigError(f"{run}: no checkpoints there; name a run folder or a `checkpoints` folder")
     return EXIT_OK
@@ -76,26 +79,33 @@ def shards_of(checkpoint: Path) -> tuple[Card, Path]:
 
 
 def _table(folder: Path, entries: list[Entry]) -> Table:
-    table = Table(title=str(folder), title_justify="left")
-    for heading in ("step", "age", "size", "state", "verified", "loss", "held-out loss", "written by"):
-        numeric = heading in {"step", "size", "loss", "held-out loss"}
-        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
-    for entry in entries:
-        card = entry.card
-        state = entry.state + (f": {entry.reason}" if entry.reason else "")
-        table.add_row(
-            str(entry.step),
-            seconds_text(entry.age_seconds),
-            bytes_text(entry.size),
-            state,
-            {True: "every byte", False: "no", None: "sizes" if entry.state == "complete" else "no"}[
-                entry.verified
-            ],
-            _metric(card, "loss"),
-            _metric(card, "eval/loss"),
-            _topology(card) if card else "",
-        )
-    return table
+    columns = (
+        Column("step", "step", "integer"),
+        Column("age", "age", "seconds"),
+        Column("size", "size", "bytes"),
+        Column("state", "state"),
+        Column("verified", "verified"),
+        Column("loss", "loss", "number"),
+        Column("heldout_loss", "held-out loss", "number"),
+        Column("layout", "written by"),
+    )
+    faults = [f"step {entry.step}: {entry.reason}" for entry in entries if entry.reason]
+    rows = tuple(map(_cells, entries))
+    return Table("checkpoints", str(folder), columns, rows, note="\n".join(faults))
+
+
+def _cells(entry: Entry) -> tuple[Cell, ...]:
+    unread = "sizes" if entry.state == "complete" else "no"
+    return (
+        entry.step,
+        entry.age_seconds,
+        entry.size,
+        entry.state,
+        {True: "every byte", False: "no", None: unread}[entry.verified],
+        _metric(entry.card, "loss"),
+        _metric(entry.card, "eval/loss"),
+        entry.card.layout if entry.card else "",
+    )
 
 
 def _metric(card: Card | None, name: str) -> str:
@@ -103,16 +113,11 @@ def _metric(card: Card | None, name: str) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _topology(card: Card) -> str:
-    shown = {k: v for k, v in card.topology.items() if not isinstance(v, bool)}
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
-
-
-def _resumes_into(card: Card) -> Table:
+def _resumes_into(card: Card) -> RichTable:
     """Every layout this checkpoint can go on in, and what stays bitwise."""
     targets = resume_targets(card)
-    table = Table(title="can resume as", title_justify="left", show_header=False)
-    table.add_row("bit for bit", _topology(card))
+    table = RichTable(title="can resume as", title_justify="left", show_header=False)
+    table.add_row("bit for bit", card.layout)
     rows = (
         ("tensor", targets.tensor),
         ("pipeline", targets.pipeline),

@@ -15,6 +15,7 @@ from calm_scale.accounting.report.document import bytes_text, flops_text
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.config.training import TrainingConfig
+from calm_scale.config.wording import counted
 from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, lm_section
 from calm_scale.stages.splits import open_split
 from data_prep.manifest import MANIFEST_NAME
@@ -76,7 +77,7 @@ def _autoencoder(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
     stage = autoencoder_section(config)
     need = memory.autoencoder(config, ranks)
     return [
-        ("layout", f"{ranks} ranks, ZeRO stage {stage.zero.stage}"),
+        ("layout", f"{counted(ranks, 'rank')}, ZeRO stage {stage.zero.stage}"),
         *_work(config, stage.training, stage.patches * config.patch_size, ranks, stage.split),
         ("memory per rank", bytes_text(need.total)),
     ]
@@ -90,7 +91,10 @@ def _language_model(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
     stages = memory.language_model(config, data)
     fullest = memory.fullest(stages)
     return [
-        ("layout", f"{ranks} ranks: tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {data}"),
+        (
+            "layout",
+            f"{counted(ranks, 'rank')}: tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {data}",
+        ),
         ("layers by stage", " + ".join(str(layers) for layers in balance(config))),
         ("micro-batches a step", str(micro_batches)),
         *_work(config, stage.training, stage.backbone.positions * config.patch_size, data, "train"),

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.wording import counted
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.json_lines import given_texts
 from calm_scale.stages.launch import lm_section
@@ -45,7 +46,7 @@ def run_generation(
     world = init_world()
     try:
         refuse_spare_ranks(world, tensor, "generate")
-        opened = open_model(config, world, step, tensor)
+        opened = open_model(config, world, step, tensor, tokenizer)
         streaming = not as_lines and len(texts) == 1 and world.is_first
         stream = _Stream(texts[0])
         done = generate(
@@ -104,7 +105,7 @@ def _write_lines(done: Generation, texts: Sequence[str], out: Path | None) -> No
 
 def _say_speed(done: Generation) -> None:
     parts = ", ".join(f"{name} {spent:.2f} s" for name, spent in done.seconds.items())
-    fallbacks = f", {done.num_fallbacks} fall-backs" if done.num_fallbacks else ""
+    fallbacks = f", {counted(done.num_fallbacks, 'fall-back')}" if done.num_fallbacks else ""
     Console(stderr=True).print(
         f"{done.num_new_tokens} tokens at {done.tokens_per_s:.1f} tokens/s ({parts}); {done.sampler}: "
         f"{done.num_draws} draws for {done.num_patches} patches{fallbacks}",

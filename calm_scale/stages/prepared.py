@@ -8,6 +8,7 @@ from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
+from calm_scale.config.wording import counted
 
 SPLITS = ("train", "autoencoder", "heldout")
 
@@ -21,7 +22,7 @@ def verify_shards(folder: Path) -> int:
     for one in found:
         verdict = "whole" if one.ok else "DAMAGED"
         console.print(
-            f"{one.directory}: {verdict} · {one.num_shards:,} shards · {one.num_tokens:,} tokens",
+            f"{one.directory}: {verdict} · {counted(one.num_shards, 'shard')} · {one.num_tokens:,} tokens",
             markup=False,
         )
         for problem in one.problems:
@@ -58,7 +59,9 @@ def compress_shards(folder: Path) -> int:
     from data_prep.cold import compress_split
 
     manifest = compress_split(folder)
-    Console(highlight=False).print(f"{folder}: {len(manifest.shards)} shards compressed", soft_wrap=True)
+    Console(highlight=False).print(
+        f"{folder}: {counted(len(manifest.shards), 'shard')} compressed", soft_wrap=True
+    )
     return EXIT_OK
 
 
@@ -67,7 +70,9 @@ def expand_shards(folder: Path) -> int:
     from data_prep.cold import expand_split
 
     manifest = expand_split(folder)
-    Console(highlight=False).print(f"{folder}: {len(manifest.shards)} shards expanded", soft_wrap=True)
+    Console(highlight=False).print(
+        f"{folder}: {counted(len(manifest.shards), 'shard')} expanded", soft_wrap=True
+    )
     return EXIT_OK
 
 
@@ -76,7 +81,9 @@ def export_pair(folder: Path, prefix: Path) -> int:
     from data_prep.megatron_format import export_megatron
 
     count = export_megatron(folder, prefix)
-    Console(highlight=False).print(f"{count:,} sequences written to {prefix}.bin and .idx", soft_wrap=True)
+    Console(highlight=False).print(
+        f"{counted(count, 'sequence')} written to {prefix}.bin and .idx", soft_wrap=True
+    )
     return EXIT_OK
 
 

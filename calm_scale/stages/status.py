@@ -15,6 +15,7 @@ from calm_scale.accounting.report.document import seconds_text
 from calm_scale.checkpoint.status import StageStatus, stage_status
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.wording import counted
 from calm_scale.stages.run_folder import CONFIG_FILE, config_of, runs_in
 from data_prep.manifest import MANIFEST_NAME
 from launchers.slurm import queue
@@ -66,7 +67,7 @@ def _stages(run: Path, config: RunConfig | None, jobs: RunStatus) -> Table:
         status = _of(run, config, stage)
         table.add_row(stage, _state(status), _job(by_stage.get(stage)), _how_far(status))
     scored = len(list((run / "eval").glob("step_*.json")))
-    state = f"{scored} checkpoints scored" if scored else "not started"
+    state = f"{counted(scored, 'checkpoint')} scored" if scored else "not started"
     table.add_row("eval", state, _job(by_stage.get("eval")), "")
     return table
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from calm_scale.config import RunConfig
 from data_prep.ahead import Ahead
@@ -211,8 +212,10 @@ def test_inspection_shows_text_source_and_lengths(
     other = load_tokenizer(prepared.tokenizer.model_copy(update={"add_eos": True}), prepared.tokenizer_path)
     with pytest.raises(ShardError, match="another tokenizer"):
         read_sequence(split, 0, other)
-    show_split(split)
-    assert "fingerprint" in capsys.readouterr().out
+    show_split(split, Console(width=80))
+    shown = capsys.readouterr().out
+    assert "fingerprint" in shown and "█" in shown
+    assert not [line for line in shown.splitlines() if line and not line.strip("█")], "a bar was broken"
     assert draw_lengths(split, tmp_path / "lengths.png").stat().st_size > 5000
 
 

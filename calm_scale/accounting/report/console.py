@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
+from rich.rule import Rule
 from rich.table import Table as RichTable
 
-from calm_scale.accounting.report.document import Document, Table, text_of
+from calm_scale.accounting.report import narrow
+from calm_scale.accounting.report.document import Document, Table
 
 PIPE_WIDTH = 180
 TEXT_WIDTH = 120
 
 
 def print_document(document: Document, console: Console | None = None) -> None:
-    """Print every section; pictures are left to the HTML file. A pipe or file gets lines as wide as they need."""
+    """Print every section; pictures are left to the HTML file. A pipe or file gets tables as wide as they need,
+    unless COLUMNS says how wide."""
     console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=max(console.width, PIPE_WIDTH))
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(file=console.file, width=PIPE_WIDTH)
     console.print(f"[bold]{escape(document.title)}[/bold]")
     for section in document.sections:
         console.print()
-        console.rule(f"[bold]{escape(section.title)}[/bold]", align="left")
+        console.print(Rule(f"[bold]{escape(section.title)}[/bold]", align="left"), width=_text_width(console))
         for paragraph in section.text:
-            console.print(escape(paragraph), width=min(console.width, TEXT_WIDTH), highlight=False)
+            console.print(escape(paragraph), width=_text_width(console), highlight=False)
         for table in section.tables:
-            console.print(fitting(table, console))
-            if table.note:
-                console.print(
-                    f"[dim]{escape(table.note)}[/dim]", width=min(console.width, TEXT_WIDTH), highlight=False
-                )
+            console.print()
+            print_table(table, console)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table as the console has room for it, its note, and what was left out."""
+    fitted = narrow.fit(table, console.width)
+    console.print(f"[italic]{escape(table.title)}[/italic]", width=_text_width(console), highlight=False)
+    for number, piece in enumerate(fitted.tables):
+        if number:
+            console.print()
+        console.print(_drawn(piece, console.width))
+    notes = [table.note] if table.note else []
+    if fitted.left_out:
+        names = ", ".join(fitted.left_out)
+        notes.append(f"Left out at {console.width} columns: {names}. A wider terminal and --json show them.")
+    for note in notes:
+        console.print(f"[dim]{escape(note)}[/dim]", width=_text_width(console), highlight=False)
+
+
+def _text_width(console: Console) -> int:
+    return min(console.width, TEXT_WIDTH)
 
 
 def shortened(document: Document) -> Document:
@@ -45,41 +65,19 @@ def shortened(document: Document) -> Document:
     return replace(document, sections=tuple(kept))
 
 
-def fitting(table: Table, console: Console) -> RichTable:
-    """The table, or the table on its side where that is what fits the terminal."""
-    upright, sideways = rich_table(table), rich_table(table, sideways=True)
-    widths = [_width(drawn, console) for drawn in (upright, sideways)]
-    return upright if widths[0] <= console.width or widths[0] <= widths[1] else sideways
-
-
-def _width(drawn: RichTable, console: Console) -> int:
-    """Columns the table needs to show every cell on one line."""
-    unbounded = console.options.update(width=10_000, max_width=10_000)
-    return Measurement.get(console, unbounded, drawn).maximum
-
-
-def rich_table(table: Table, *, sideways: bool = False) -> RichTable:
-    """One table, numbers aligned right, totals under a rule. Sideways: a column for every row."""
-    drawn = RichTable(title=escape(table.title), box=box.SIMPLE_HEAD, title_justify="left")
-    rows = [
-        [escape(text_of(cell, column.kind)) for cell, column in zip(row, table.columns, strict=True)]
-        for row in table.rows
-    ]
-    headings = [escape(column.heading) for column in table.columns]
-    if sideways:
-        drawn.add_column(headings[0])
-        for row in rows:
-            drawn.add_column(row[0], justify="right")
-        for index, heading in enumerate(headings[1:], start=1):
-            drawn.add_row(heading, *(row[index] for row in rows))
-        return drawn
-    for heading, column in zip(headings, table.columns, strict=True):
-        text = column.kind == "text"
+def _drawn(table: Table, width: int) -> RichTable:
+    """One table, numbers aligned right, totals under a rule."""
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for column, size in zip(table.columns, narrow.widths(table, width), strict=True):
         drawn.add_column(
-            heading, justify="left" if text else "right", overflow="fold" if text else "ellipsis"
+            escape(column.heading),
+            justify="left" if column.kind == "text" else "right",
+            overflow="fold",
+            width=size,
         )
-    for index, row in enumerate(rows):
-        if table.num_total and index == len(rows) - table.num_total:
+    cells = [narrow.cells_of(table, index) for index in range(len(table.columns))]
+    for index, row in enumerate(zip(*cells, strict=True)):
+        if table.num_total and index == len(table.rows) - table.num_total:
             drawn.add_section()
-        drawn.add_row(*row)
+        drawn.add_row(*map(escape, row))
     return drawn

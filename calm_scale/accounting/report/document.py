@@ -15,11 +15,15 @@ LARGE_FLOPS = 1e18
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its key in JSON, its heading, how its cells are written."""
+    """One column: its key in JSON, its heading, how its cells are written.
+
+    ``spare`` says which columns a narrow terminal leaves out, the highest first; 0 is never left out.
+    """
 
     key: str
     heading: str
     kind: Kind = "text"
+    spare: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from calm_scale.accounting.model import input_encoder, loss_components, target_e
 from calm_scale.accounting.report import pictures
 from calm_scale.accounting.report.document import Cell, Column, Section, Table
 from calm_scale.config.run import RunConfig
+from calm_scale.config.wording import counted
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "frozen", "activations", "output", "buffers")
 
@@ -82,7 +83,7 @@ def memory_section(config: RunConfig) -> Section:
     if stage is not None and not is_autoregressive(config):
         ranks = stage.zero.data or data * lm_of(config).parallel.model_parallel
         rows = tuple(_zero_cells(config, level, ranks) for level in range(4))
-        title = f"{config.name}: memory per rank of autoencoder training on {ranks} ranks"
+        title = f"{config.name}: memory per rank of autoencoder training on {counted(ranks, 'rank')}"
         tables.append(Table("memory_autoencoder", title, columns, rows))
     return Section(f"memory.{config.name}", f"{config.name}: memory", (), tuple(tables))
 
@@ -92,10 +93,10 @@ def communication_section(config: RunConfig) -> Section:
     columns = (
         Column("stage", "Stage"),
         Column("group", "Group"),
-        Column("size", "Ranks", "integer"),
+        Column("size", "Ranks", "integer", spare=1),
         Column("operation", "Collective"),
         Column("what", "What"),
-        Column("count", "Calls", "integer"),
+        Column("count", "Calls", "integer", spare=2),
         Column("bytes", "Tensor bytes", "bytes"),
         Column("wire", "Sent by a rank (ring)", "bytes"),
     )

@@ -22,14 +22,14 @@ from calm_scale.config.run import RunConfig
 AUTOENCODER_PARTS = ("encoder", "decoder")
 SMALLEST_SHARE = 0.05
 COMPONENT_COLUMNS = (
-    Column("part", "Part"),
+    Column("part", "Part", spare=3),
     Column("component", "Component"),
-    Column("copies", "×", "integer"),
+    Column("copies", "×", "integer", spare=1),
     Column("parameters", "Params", "number"),
     Column("forward", "Forward", "flops"),
     Column("backward", "Backward", "flops"),
     Column("share", "Share", "percent"),
-    Column("recompute", "Recompute", "flops"),
+    Column("recompute", "Recompute", "flops", spare=2),
     Column("inference", "Inference", "flops"),
 )
 
@@ -52,7 +52,7 @@ def table1_section(configs: Sequence[RunConfig] | None = None) -> Section:
         Column("training_deviation", "dev.", "deviation"),
         Column("training_without_autoencoder", "without AE", "flops"),
         Column("training_unshared", "unshared head", "flops"),
-        Column("inference", "Inference/token", "flops"),
+        Column("inference", "Inference per token", "flops"),
         Column("paper_inference", "paper", "flops"),
         Column("inference_deviation", "dev.", "deviation"),
     )

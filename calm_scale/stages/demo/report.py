@@ -42,14 +42,14 @@ def rows_of(results: Results, seconds: float) -> list[tuple[str, str]]:
     score = results.evaluation.score
     interval = score.component_intervals[0]
     low, high = interval or (float("nan"), float("nan"))
-    brierlm = "n/a" if score.brierlm is None else f"{score.brierlm:.3f}"
+    brierlm = "n/a" if score.brierlm is None else f"{score.brierlm:z.3f}"
     if score.undefined_because:
         brierlm += f" ({score.undefined_because})"
     return [
         ("autoencoder token accuracy, held out", f"{100 * results.token_accuracy:.3f} %"),
         (
             "Brier-1, held out",
-            f"{100 * (score.components[0] or 0):.3f} %  (95 %: {100 * low:.3f} – {100 * high:.3f})",
+            f"{100 * (score.components[0] or 0):z.3f} %  (95 %: {100 * low:z.3f} – {100 * high:z.3f})",
         ),
         ("BrierLM", brierlm),
         ("language model trained as", " → ".join(results.layouts)),
@@ -104,7 +104,7 @@ def _page(
         curves=_curves(results),
         brier_rows=brier_rows,
         brier_note=(
-            f"BrierLM {'n/a' if score.brierlm is None else f'{score.brierlm:.3f}'}. "
+            f"BrierLM {'n/a' if score.brierlm is None else f'{score.brierlm:z.3f}'}. "
             f"{score.undefined_because or ''} {score.num_documents} documents, {score.num_samples} samples a position."
         ),
         samples=results.samples,
@@ -143,8 +143,8 @@ def _curves(results: Results) -> list[Curve]:
 
 
 def _percent(value: Any) -> str:
-    return "n/a" if value is None else f"{100 * value:.3f} %"
+    return "n/a" if value is None else f"{100 * value:z.3f} %"
 
 
 def _interval(interval: tuple[float, float] | None) -> str:
-    return "n/a" if interval is None else f"{100 * interval[0]:.3f} – {100 * interval[1]:.3f}"
+    return "n/a" if interval is None else f"{100 * interval[0]:z.3f} – {100 * interval[1]:z.3f}"

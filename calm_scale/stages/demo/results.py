@@ -102,12 +102,11 @@ def last(rows: list[Row], name: str) -> Any:
 
 
 def newest_layout(checkpoints: Path) -> str:
-    """The layout that wrote the newest checkpoint, from its card: ``tp2pp1dp1``."""
+    """The layout that wrote the newest checkpoint, from its card: ``tp2 pp1 dp1``."""
     card = find(checkpoints).card
     if card is None:
         raise DemoError(f"{checkpoints}: the newest checkpoint has no card")
-    topology = card.topology
-    return f"tp{topology['tensor']}pp{topology['pipeline']}dp{topology['data']}"
+    return card.layout
 
 
 def _samples(path: Path) -> list[Sample]:
