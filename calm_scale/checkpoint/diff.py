@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from calm_scale.checkpoint.card import Card, Identity
 from calm_scale.checkpoint.errors import ResumeRefusedError
+from calm_scale.config import RunConfig
 
 Verdict = Literal["same", "safe", "results", "forbidden"]
 
@@ -31,7 +32,8 @@ _RULES: tuple[tuple[str, Verdict], ...] = (
     ("workdir", "safe"),
     ("data", "safe"),
     ("reading.*", "safe"),
-    ("tokenizer.*", "safe"),
+    ("tokenizer", "forbidden"),
+    ("tokenizer.*", "safe"),  # as long as its fingerprint is the same
     ("prep", "safe"),
     ("prep.*", "safe"),
     ("logging.*", "safe"),
@@ -66,6 +68,7 @@ _RULES: tuple[tuple[str, Verdict], ...] = (
     ("{stage}.training.end_of_data", "results"),
     ("{stage}.training.*", "results"),
 )
+_SAME_IDS = ("tokenizer.encoder", "tokenizer.on_mismatch")
 _OTHER_STAGE = {"lm": "autoencoder", "autoencoder": "lm"}
 
 
@@ -121,7 +124,8 @@ def resume_diff(
     """Compares a card with the resolved document (``RunConfig.model_dump(mode="json")``) of the run to resume.
 
     With ``identity`` the fingerprints of tokenizer, shards and autoencoder are compared too; without it (on a login
-    node that has no data) only the configuration is.
+    node that has no data) only the configuration is. A changed ``tokenizer.*`` is safe where the tokenizer it names
+    now has the fingerprint of the card's: it is loaded for that, and only then.
     """
     old, new = _flat(card.config), _flat(config)
     pairs: dict[str, tuple[Any, Any]] = {
@@ -133,8 +137,14 @@ def resume_diff(
     if identity is not None:
         for name in ("tokenizer_fingerprint", "shards_fingerprint", "autoencoder_fingerprint"):
             pairs[name] = (getattr(card, name), getattr(identity, name))
+    tokenizers = _tokenizers(card, pairs, config)
+    if tokenizers is not None:
+        pairs["tokenizer"] = tokenizers
+    another_tokenizer = tokenizers is not None and tokenizers[0] != tokenizers[1]
     changes = [
-        FieldChange(name, a, b, _verdict(name, a, b, stage, new)) for name, (a, b) in pairs.items() if a != b
+        FieldChange(name, a, b, _verdict(name, stage, new, another_tokenizer=another_tokenizer))
+        for name, (a, b) in pairs.items()
+        if a != b
     ]
     order = ("forbidden", "results", "safe")
     changes.sort(key=lambda change: (order.index(change.verdict), change.field))
@@ -147,7 +157,28 @@ def _concerns(name: str, stage: str) -> bool:
     return other is None or not (name == other or name.startswith(other + "."))
 
 
-def _verdict(name: str, old: Any, new: Any, stage: str, config: Mapping[str, Any]) -> Verdict:
+def _tokenizers(
+    card: Card, pairs: Mapping[str, tuple[Any, Any]], config: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """The fingerprints of the card's tokenizer and of the one named now (or why it has none), where a setting that
+    can make them differ has changed. An imported run may not know its tokenizer."""
+    names = (name for name, (a, b) in pairs.items() if a != b and name.startswith("tokenizer."))
+    if not card.tokenizer_fingerprint or all(name in _SAME_IDS for name in names):
+        return None
+    from data_prep.tokenizer import load_tokenizer
+
+    run = RunConfig.model_validate(config)
+    try:
+        return card.tokenizer_fingerprint, load_tokenizer(run.tokenizer, run.tokenizer_path).fingerprint
+    except (
+        Exception
+    ) as error:  # the library names a broken file in many ways; none of them is the run's tokenizer
+        return card.tokenizer_fingerprint, f"cannot be loaded: {error}"
+
+
+def _verdict(name: str, stage: str, config: Mapping[str, Any], *, another_tokenizer: bool) -> Verdict:
+    if another_tokenizer and name.startswith("tokenizer.") and name not in _SAME_IDS:
+        return "forbidden"
     if name == f"{stage}.training.steps":
         kind = config.get(f"{stage}.training.optimizer.schedule.kind")
         return "safe" if kind == "constant" else "results"

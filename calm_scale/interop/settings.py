@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
+from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig
 from calm_scale.config.run import RunConfig
 from calm_scale.config.stored import checked, findings, read_object
@@ -190,9 +191,15 @@ def published_run(
         "patch_size": k,
         "autoencoder": {"model": model, "objective": objective, "training": training},
         "lm": {"backbone": backbone, "head": head, "training": training},
+        "generation": {"max_new_tokens": _new_tokens(backbone.positions * k)},
         **fields,
     }
     return checked(RunConfig, document, _place(folders[0]), raises=InteropError)
+
+
+def _new_tokens(context: int) -> int:
+    """The usual number of new tokens, or half of a short context: the other half is for the prompt."""
+    return max(1, min(GenerationConfig().max_new_tokens, context // 2))
 
 
 def _place(folder: Path | None) -> object:

@@ -16,6 +16,7 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.launch import autoencoder_section, lm_section
+from calm_scale.stages.model import refuse_other_tokenizer
 from calm_scale.stages.run_folder import CONFIG_FILE, appearing_whole, make_way, store_config
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> int:
         if card.stage == "autoencoder":
             _export_autoencoder(config, card, shards, partial)
         else:
-            _export_language_model(config, checkpoint, shards, partial)
+            _export_language_model(config, card, checkpoint, shards, partial)
     Console().print(f"exported step {card.step} to {out}", soft_wrap=True, highlight=False)
     return EXIT_OK
 
@@ -66,7 +67,7 @@ def _export_autoencoder(config: RunConfig, card: Card, shards: Path, out: Path) 
     )
 
 
-def _export_language_model(config: RunConfig, checkpoint: Path, shards: Path, out: Path) -> None:
+def _export_language_model(config: RunConfig, card: Card, checkpoint: Path, shards: Path, out: Path) -> None:
     if lm_section(config).head.kind != "energy":
         raise ConfigError(f"{checkpoint}: the published layout knows the energy head only")
     from calm_scale.autoencoder.export import load_export
@@ -74,11 +75,14 @@ def _export_language_model(config: RunConfig, checkpoint: Path, shards: Path, ou
     from calm_scale.interop.language_model import export_language_model
     from calm_scale.interop.sharded import whole_from_checkpoint
     from calm_scale.interop.tokenizer import export_tokenizer
+    from data_prep.tokenizer import load_tokenizer
 
     autoencoder, exported = load_export(config.autoencoder_export)
     export_autoencoder(autoencoder, exported.objective, out / AUTOENCODER, container="safetensors")
     ids = None
     if config.tokenizer_path.exists():
+        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
+        refuse_other_tokenizer(tokenizer, card, config.tokenizer_path)
         tokens = lm_section(config).backbone.positions * config.patch_size
         ids = export_tokenizer(config.tokenizer, config.tokenizer_path, out, tokens)
     export_language_model(
@@ -110,8 +114,9 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
         check_definition(carried)
     world = init_world()
     initialize(lm_section(published.run).parallel, world)
+    fingerprint, trouble = _tokenizer_of(published.run, carried)
     with appearing_whole(out) as partial:
-        _write_run(published, partial, world)
+        _write_run(published, fingerprint, partial, world)
         if carried.is_file():
             shutil.copyfile(carried, partial / published.run.tokenizer_path.relative_to(out))
     world.close()
@@ -121,14 +126,27 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
         f"generate: calm-scale generate {document} --prompt TEXT",
         f"score: calm-scale eval {document} --set data=DIR   (DIR holds a prepared `heldout` split)",
     ]
-    if not carried.is_file():
-        lines.append(f"it carried no tokenizer.json: put one at {published.run.tokenizer_path}")
+    if trouble:
+        lines.append(f"{trouble}: put one at {published.run.tokenizer_path}")
     for line in lines:
         Console().print(line, soft_wrap=True, highlight=False, markup=False)
     return EXIT_OK
 
 
-def _write_run(published: PublishedLanguageModel, folder: Path, world: World) -> None:
+def _tokenizer_of(run: RunConfig, carried: Path) -> tuple[str, str | None]:
+    """The fingerprint of the tokenizer that a published folder carries; or none, and what to tell about it."""
+    from data_prep.errors import TokenizerError
+    from data_prep.tokenizer import load_tokenizer
+
+    if not carried.is_file():
+        return "", "it carried no tokenizer.json"
+    try:
+        return load_tokenizer(run.tokenizer, carried).fingerprint, None
+    except TokenizerError as error:
+        return "", f"its tokenizer.json cannot be used ({error})"
+
+
+def _write_run(published: PublishedLanguageModel, tokenizer: str, folder: Path, world: World) -> None:
     """The run's configuration, autoencoder export and checkpoint of step 0, into the folder that becomes its own."""
     from calm_scale.autoencoder.export import write_export
     from calm_scale.interop.sharded import write_checkpoint
@@ -151,7 +169,7 @@ def _write_run(published: PublishedLanguageModel, folder: Path, world: World) ->
         run_id=name,
         attempt=0,
         topology={"world_size": 1, "tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "data": 1},
-        tokenizer_fingerprint="",
+        tokenizer_fingerprint=tokenizer,
         shards_fingerprint="",
         autoencoder_fingerprint=exported.fingerprint,
     )

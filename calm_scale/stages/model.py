@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calm_scale.checkpoint.card import Card
@@ -15,6 +16,7 @@ from calm_scale.stages.lm import frozen_autoencoder
 
 if TYPE_CHECKING:
     from calm_scale.lm.patch_model import MegatronPatchModel
+    from data_prep.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,21 @@ class OpenModel:
         return names
 
 
-def open_model(config: RunConfig, world: World, step: int | None = None, tensor: int = 1) -> OpenModel:
+def open_model(
+    config: RunConfig,
+    world: World,
+    step: int | None = None,
+    tensor: int = 1,
+    tokenizer: Tokenizer | None = None,
+) -> OpenModel:
     """The newest complete checkpoint of the run (or ``step``), whatever layout wrote it.
 
     Args:
         tensor: consecutive ranks that hold one model, split over them.
+        tokenizer: what will make and read its ids.
 
     Raises:
-        ConfigError: the ranks do not make whole models, or the model does not split so.
+        ConfigError: the ranks do not make whole models, the model does not split so, or another tokenizer.
         NothingToResumeError: no such checkpoint.
         CalmScaleError: it is damaged, or the autoencoder is not the one it was trained against.
     """
@@ -60,6 +69,8 @@ def open_model(config: RunConfig, world: World, step: int | None = None, tensor:
     entry = verify(find(config.workdir / "lm", step).path)
     if entry.state != "complete" or entry.card is None:
         raise CalmScaleError(f"{entry.path}: {entry.state}: {entry.reason}; name another step with --step")
+    if tokenizer is not None:
+        refuse_other_tokenizer(tokenizer, entry.card, config.tokenizer_path)
     codec = None
     if stage.head.kind != "softmax":
         codec, card = frozen_autoencoder(config, None, world.device)
@@ -71,6 +82,18 @@ def open_model(config: RunConfig, world: World, step: int | None = None, tensor:
             )
     model = load_patch_model(config, entry.path / SHARDS, world, codec, tensor=tensor)
     return OpenModel(model, entry.card)
+
+
+def refuse_other_tokenizer(tokenizer: Tokenizer, card: Card, path: Path) -> None:
+    """Raises ConfigError where the tokenizer at ``path`` gives other ids than the one the model was trained with.
+
+    An imported model that came without a tokenizer knows none, and any is taken.
+    """
+    if card.tokenizer_fingerprint and tokenizer.fingerprint != card.tokenizer_fingerprint:
+        raise ConfigError(
+            f"{path}: this tokenizer has fingerprint {tokenizer.fingerprint}, but the model was trained with "
+            f"{card.tokenizer_fingerprint}; point tokenizer.path at that one, with the tokenizer.* of the run"
+        )
 
 
 def refuse_spare_ranks(world: World, tensor: int, command: str) -> None:

@@ -40,7 +40,7 @@ def run_scoring(
     world = init_world()
     try:
         refuse_spare_ranks(world, tensor, "score")
-        opened = open_model(config, world, step, tensor)
+        opened = open_model(config, world, step, tensor, tokenizer)
         ids = [[*bos, *tokenizer.encode(text)] for text in wanted]
         reasons = [too_short(len(tokens), config.patch_size) for tokens in ids]
         if all(reasons):

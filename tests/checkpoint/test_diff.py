@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from calm_scale.checkpoint.card import Card, Identity
 from calm_scale.checkpoint.diff import resume_diff
 from calm_scale.checkpoint.errors import ResumeRefusedError
 from calm_scale.config import RunConfig
+from calm_scale.config.data import TokenizerConfig
+from data_prep.bpe import train_bpe
+from data_prep.tokenizer import load_tokenizer
 
 BASE: dict[str, Any] = {
     "name": "run",
@@ -100,6 +104,27 @@ def test_the_other_stage_is_judged_by_its_fingerprint(card: Card) -> None:
     )
     diff = resume_diff(card, document(), "lm", identity)
     assert [(c.field, c.verdict) for c in diff.changes] == [("autoencoder_fingerprint", "forbidden")]
+
+
+def test_another_tokenizer_is_another_run(card_of: Callable[..., Card], tmp_path: Path) -> None:
+    corpus = tmp_path / "text.jsonl"
+    corpus.write_text('{"text": "a small text about the sea and the sand beside it"}\n' * 9, encoding="utf-8")
+    one, two = (train_bpe([corpus], size, tmp_path / f"{size}.json") for size in (260, 270))
+    trained = card_of(
+        10,
+        config=document(f"tokenizer.path={one}"),
+        tokenizer_fingerprint=load_tokenizer(TokenizerConfig(), one).fingerprint,
+    )
+    copy = shutil.copy(one, tmp_path / "copy.json")
+    diff = resume_diff(trained, document(f"tokenizer.path={copy}"), "lm")
+    assert [(c.field, c.verdict) for c in diff.changes] == [("tokenizer.path", "safe")]
+    for other, words in (
+        (two, trained.tokenizer_fingerprint),
+        (tmp_path / "none", "there is no tokenizer at"),
+    ):
+        refused = resume_diff(trained, document(f"tokenizer.path={other}"), "lm").refused()
+        assert [change.field for change in refused] == ["tokenizer", "tokenizer.path"]
+        assert words in str(refused[0])
 
 
 def test_another_head_is_another_model(card: Card) -> None:

@@ -115,6 +115,10 @@ def test_checkpoint_commands(trained: TinyRun, tmp_path: Path) -> None:
     assert '"steps": 6' in trained("ckpt", "inspect", str(newest)).out
     trained("ckpt", "export", str(newest), "--out", str(tmp_path / "published"))
     trained("ckpt", "import", str(tmp_path / "published"), "--out", str(tmp_path / "imported"))
+    imported = str(tmp_path / "imported" / "config.yaml")
+    assert "def " in trained("generate", imported, "--prompt", "def ").out
+    other = ["--set", "tokenizer.bos_token=<|pad|>"]
+    assert "but the model was trained with" in trained("generate", imported, *other, expect=2).err
     again = tmp_path / "imported" / "lm" / "checkpoints" / "step_00000000"
     trained("ckpt", "export", str(again), "--out", str(tmp_path / "again"))
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("published", "again")]
