@@ -64,8 +64,6 @@ def run_loop(
             shards_fingerprint=train.fingerprint,
             autoencoder_fingerprint=autoencoder_fingerprint,
         )
-        if world.is_first:
-            store_config(config)
         telemetry = Telemetry(
             folder, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
         )
@@ -85,6 +83,7 @@ def run_loop(
             attempt=attempt,
             stop=stop,
             accept=accept,
+            on_resumed=lambda: store_config(config),
         )
 
 

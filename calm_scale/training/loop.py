@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from calm_scale.accounting.ledger import Cause
 from calm_scale.checkpoint.card import Card, Counters, Identity
-from calm_scale.checkpoint.errors import DiskFullError
+from calm_scale.checkpoint.errors import DiskFullError, ResumeRefusedError
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
 from calm_scale.config.training import TrainingConfig
@@ -50,6 +50,10 @@ class Outcome:
     last_row: dict[str, Any] = field(default_factory=dict)
 
 
+_SHOWN_SCORES = ("loss", "token_accuracy", "patch_accuracy", "std", "collapsed_dims")
+"""Held-out figures that are printed; the record holds all."""
+
+
 def fit(
     engine: Engine,
     data: TrainingData,
@@ -65,6 +69,7 @@ def fit(
     resume_step: int | None = None,
     fresh: bool = False,
     stop_after: int | None = None,
+    on_resumed: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Trains from wherever the run stands to ``config.steps``, or to the first stop signal. Every rank calls it.
 
@@ -77,9 +82,11 @@ def fit(
         resume_step: resume this step instead of the newest.
         fresh: refuse to resume.
         stop_after: stop after this step as if told to by a signal.
+        on_resumed: called on the first rank once it is settled that the run goes on (or begins) as asked.
 
     Raises:
-        NothingToResumeError, ResumeRefusedError, SaveError, NonFiniteError: after the ledger says why.
+        ResumeRefusedError: nothing was begun, and nothing is recorded.
+        NothingToResumeError, SaveError, NonFiniteError: after the ledger says why.
     """
     stop = stop or StopSignals()
     stop.install()
@@ -97,7 +104,9 @@ def fit(
     loop = _Loop(engine, data, config, store, telemetry, world, identity, ledger, watchdog, stop)
     loop.stop_after = stop_after
     try:
-        return loop.run(accept, resume_step, fresh)
+        return loop.run(accept, resume_step, fresh, on_resumed)
+    except ResumeRefusedError:
+        raise
     except BaseException as error:
         ledger.write("stop", _cause(error))
         raise
@@ -136,8 +145,12 @@ class _Loop:
         self.resumed_at: int | None = None
         self.stop_after: int | None = None
 
-    def run(self, accept: Sequence[str], step: int | None, fresh: bool) -> Outcome:
+    def run(
+        self, accept: Sequence[str], step: int | None, fresh: bool, on_resumed: Callable[[], object]
+    ) -> Outcome:
         self._resume(accept, step, fresh)
+        if self.world.is_first:
+            on_resumed()
         batches = self.data.train.iterate(self.counters.steps + 1, self.counters.samples)
         try:
             return self._train(batches)
@@ -244,6 +257,8 @@ class _Loop:
             if not source.interrupted:
                 row = row | {f"eval/{name}": value for name, value in scores.items()}
                 self.ledger.eval_tokens += evaluation.num_batches * self.data.train.tokens_per_batch
+                shown = [f"{name} {scores[name]:.4g}" for name in _SHOWN_SCORES if name in scores]
+                self.telemetry.say(f"step {row['step']} held out: {', '.join(shown)}")
         self.row = row
         self.telemetry.row(row, self.config.steps)
         self.ledger.write("eval")
@@ -322,7 +337,15 @@ class _Loop:
         with self.watchdog.doing("closing the store"):
             self.store.close()
         self.ledger.write("stop", cause)
+        self.telemetry.say(self._last_words(cause))
         return Outcome(self.counters.steps, cause, exit_code, self.resumed_at, self.row)
+
+    def _last_words(self, cause: Cause) -> str:
+        step, kept = self.counters.steps, self.store.last_saved
+        if cause == "signal":
+            return f"stopped at step {step}; run the same command again to go on from step {kept or 0}"
+        begun = "was complete already" if self.ledger.first.steps == step else "complete"
+        return f"{begun}: step {step}, in {self.store.root}"
 
 
 class _Interruptible(Iterator[Batch]):

@@ -180,8 +180,10 @@ def test_best_checkpoints_stay(tiny: ModuleType, tmp_path: Path, solo: World) ->
 
 
 def test_changed_shards_are_refused(unbroken: Path, tiny: ModuleType, solo: World) -> None:
+    before = (unbroken / "ledger.jsonl").read_bytes()
     with pytest.raises(ResumeRefusedError, match="shards_fingerprint: 'tiny' → 'other'"):
         tiny.run(unbroken, {"shards": "other"}, solo)
+    assert (unbroken / "ledger.jsonl").read_bytes() == before  # a refusal is no attempt
 
 
 def test_a_changed_batch_needs_a_word(unbroken: Path, tiny: ModuleType, solo: World) -> None:
