@@ -31,7 +31,7 @@ from calm_scale.runtime.metrics import read_metrics
 
 INTERVAL = 5
 NUM_RANKS = 2
-TIMES = {"seconds", "tokens_per_s", "time", "attempt"}
+TIMES = {"seconds", "cpu_seconds", "tokens_per_s", "time", "attempt"}
 COMMAND = {"lm": "train-lm", "autoencoder": "train-ae"}
 PATIENCE = 900.0
 
