@@ -9,7 +9,7 @@ run, alternating, the best of several rounds each:
 - the whole of ours: write, list, fsync, checksums, manifest, rename; and: find, verify every checksum, load
 - the seconds the training thread is held up by one save, synchronous and in the background
 
-    python benchmarks/checkpoint.py [--megabytes 600] [--rounds 5] [--ranks 2]
+    python benchmarks/checkpoint.py [--megabytes 600] [--rounds 10] [--ranks 2]
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=int, default=600, help="size of the whole state, about")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2))
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to write; default the temporary folder"

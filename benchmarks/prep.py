@@ -252,7 +252,7 @@ def memory_growth(bench: Bench) -> None:
 def reading(bench: Bench) -> None:
     """Gathering batches in shuffled order: ShardDataset against one bare memmap of the same sequences."""
     # Both sides are copied the same way, so that their pages lie alike in memory.
-    split = stage_split(bench.prep(bench.files).data_dir / "train", bench.scratch / "staged")
+    split = stage_split(bench.prep(bench.files).data_dir / "train", bench.scratch / "staged").place
     manifest = Manifest.read(split)
     dataset = ShardDataset(split, manifest.sequence_length)
     flat = bench.scratch / "flat.bin"

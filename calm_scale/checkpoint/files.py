@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from calm_scale.runtime.background import Background
+
 _BLOCK = 8 << 20
 
 
 def checksum(path: Path, sync: bool = False) -> str:
-    """xxh3-64 of a file, hexadecimal; with ``sync`` the file is also flushed to the disk."""
+    """xxh3-64 of a file, hexadecimal; with ``sync`` the file is flushed to the disk while it is read."""
     digest = xxhash.xxh3_64()
     block = bytearray(_BLOCK)
     view = memoryview(block)
     with path.open("rb", buffering=0) as file:
-        if sync:
-            os.fsync(file.fileno())
-        while count := file.readinto(block):
-            digest.update(view[:count])
+        flushing = Background(partial(os.fsync, file.fileno()), "fsync") if sync else None
+        try:
+            while count := file.readinto(block):
+                digest.update(view[:count])
+        finally:
+            if flushing is not None:
+                flushing.wait()
     return digest.hexdigest()
 
 

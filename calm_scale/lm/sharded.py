@@ -63,6 +63,7 @@ def write_shards(
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.serialization import get_crc32_options, set_crc32_options
 
     by_key: dict[str, list[Any]] = {}
     for shard in shards:
@@ -71,15 +72,20 @@ def write_shards(
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     if make is not None:
         planner.lookup_object = lambda index: make(index.fqn)
+    before = get_crc32_options()
+    set_crc32_options(False)  # the commit's own checksums cover every byte
     try:
         save(
             mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=FileSystemWriter(directory, single_file_per_rank=make is None),
+            # Not fsynced here: whoever commits the files does that, while it reads them for their checksums.
+            storage_writer=FileSystemWriter(directory, single_file_per_rank=make is None, sync_files=False),
             planner=planner,
             process_group=group,
         )
     except CheckpointException as error:  # a BaseException, around what went wrong
         raise next(iter(error.failures.values()))[0] from None
+    finally:
+        set_crc32_options(before)
     if dist.get_rank(group) == 0:
         torch.save({"values": dict(values)}, directory / COMMON_STATE_FNAME)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
