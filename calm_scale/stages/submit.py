@@ -19,7 +19,7 @@ from calm_scale.stages.run_folder import runs_in
 from calm_scale.stages.run_plan import lack_of_tokenizer, look_at_text, run_plan
 from calm_scale.stages.sweep import Sweep
 from launchers.slurm.cancel import cancel
-from launchers.slurm.layout import Stage, StageShape, shape_of, stages_of
+from launchers.slurm.layout import Stage, StageShape, common_shape, stages_of
 from launchers.slurm.submit import StageJob, Submission, submit, submit_sweep
 
 
@@ -38,14 +38,12 @@ def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
     problems = _plan(console, sweep.base, sweep.shared, cluster, dry_run, sweep)
-    name = f"{sweep.base.name}-sweep"
-    if not dry_run:  # what can be refused is refused before the first job is queued
-        submit_sweep(sweep.runs, cluster, sweep.folder, name, dry_run=True, stages=sweep.own)
     last = None
     if sweep.shared:
         base = submit(sweep.base, cluster, config_path, dry_run=dry_run, stages=sweep.shared)
         _show(console, base, sweep.base, cluster)
         last = base.jobs[-1].job_id
+    name = f"{sweep.base.name}-sweep"
     submission = submit_sweep(
         sweep.runs, cluster, sweep.folder, name, dry_run=dry_run, stages=sweep.own, after=last
     )
@@ -70,10 +68,11 @@ def _plan(
     """Print the whole run (a sweep: the shared stages and those of its runs); why it cannot run, in a dry run.
 
     Raises:
-        ConfigError: a disk is too small or the tokenizer is missing, and this is no dry run.
+        ConfigError: a sweep's runs need different jobs; or a disk is too small or the tokenizer is missing, and
+            this is no dry run.
     """
     each, text = cluster.eval_each_checkpoint, look_at_text(config)
-    shapes, chip = _shapes(config, stages, cluster), _chip(cluster)
+    shapes, chip = _shapes([config], stages, cluster), _chip(cluster)
     needs = disk_needs(config, stages, text.estimate, each_checkpoint=each)
     if sweep is not None:
         needs += [
@@ -81,7 +80,7 @@ def _plan(
             for run in sweep.runs
             for need in disk_needs(run, sweep.own, text.estimate, each_checkpoint=each)
         ]
-        shapes |= _shapes(sweep.runs[0], sweep.own, cluster)
+        shapes |= _shapes(sweep.runs, sweep.own, cluster)
     num_runs = len(sweep.runs) if sweep is not None else 1
     console.print(run_plan(config, shapes, text, needs, chip, num_runs, _no_device(cluster)))
     problems = [lack_of_space(needs), lack_of_tokenizer(config, text) if "prep" in shapes else ""]
@@ -91,8 +90,10 @@ def _plan(
     return problems
 
 
-def _shapes(config: RunConfig, stages: Sequence[Stage], cluster: ClusterConfig) -> dict[Stage, StageShape]:
-    return {stage: shape_of(config, cluster, stage) for stage in stages}
+def _shapes(
+    configs: Sequence[RunConfig], stages: Sequence[Stage], cluster: ClusterConfig
+) -> dict[Stage, StageShape]:
+    return {stage: common_shape(configs, cluster, stage) for stage in stages}
 
 
 def _chip(cluster: ClusterConfig) -> hardware.Device | None:

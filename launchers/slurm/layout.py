@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -160,3 +161,18 @@ def _check_layout(config: RunConfig, stage: Stage, world: int) -> None:
             training.accumulation(data)
         except ValueError as error:
             raise ConfigError(f"{stage}: {error}") from None
+
+
+def common_shape(configs: Sequence[RunConfig], cluster: ClusterConfig, stage: Stage) -> StageShape:
+    """The one job that serves a stage of all these runs.
+
+    Raises:
+        ConfigError: they need different layouts, or as ``shape_of``.
+    """
+    shapes = {shape_of(config, cluster, stage) for config in configs}
+    if len(shapes) > 1:
+        worlds = ", ".join(sorted(str(shape.num_tasks) for shape in shapes))
+        raise ConfigError(
+            f"sweep: stage {stage} needs different layouts ({worlds} ranks); submit the runs one by one"
+        )
+    return shapes.pop()

@@ -17,7 +17,7 @@ from typing import Literal
 from calm_scale.config import ConfigError, RunConfig, config_hash, to_yaml
 from calm_scale.config.cluster import ClusterConfig
 from launchers.slurm.enqueue import QueuedStage, enqueue
-from launchers.slurm.layout import Stage, StageShape, shape_of, stages_of
+from launchers.slurm.layout import Stage, StageShape, common_shape, stages_of
 from launchers.slurm.notice import backstop_seconds, notice_seconds
 from launchers.slurm.record import RunRecord, write_whole
 from launchers.slurm.templates import ScriptRun, check_path, render
@@ -122,7 +122,7 @@ def _submit(
     after: str | None = None,
 ) -> Submission:
     chain = _chain(configs, stages, origin)
-    shapes = {stage: _common_shape(configs, cluster, stage) for stage in chain}
+    shapes = {stage: common_shape(configs, cluster, stage) for stage in chain}
     records = [RunRecord(config.workdir.absolute()) for config in configs]
     check_path(folder)
     for record in records:
@@ -168,16 +168,6 @@ def _chain(configs: list[RunConfig], stages: Sequence[Stage] | None, origin: str
             f"{origin}: there is no section for stage {', '.join(missing) or 'prep, autoencoder or lm'}"
         )
     return [stage for stage in present if stages is None or stage in stages]
-
-
-def _common_shape(configs: list[RunConfig], cluster: ClusterConfig, stage: Stage) -> StageShape:
-    shapes = {shape_of(config, cluster, stage) for config in configs}
-    if len(shapes) > 1:
-        worlds = ", ".join(sorted(str(shape.num_tasks) for shape in shapes))
-        raise ConfigError(
-            f"sweep: stage {stage} needs different layouts ({worlds} ranks); submit the runs one by one"
-        )
-    return shapes.pop()
 
 
 def _write(
