@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,29 +12,11 @@ NAMES = ("softmax1", "energy2", "energy4")
 
 
 @pytest.fixture(scope="module")
-def reports():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("split_program.py"))],
-            env={**base, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (_, errors) in zip(ranks, said, strict=True):
-        assert rank.returncode == 0, errors[-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+def reports(run_ranks):
+    ended = run_ranks(Path(__file__).with_name("split_program.py"), timeout=200)
+    for code, _, errors in ended:
+        assert code == 0, errors[-3000:]
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,29 +29,12 @@ def prepared(write_document: Callable, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.ranks
-def test_two_ranks_share_a_copy_and_a_verdict(prepared: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(prepared)],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [rank.communicate(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+def test_two_ranks_share_a_copy_and_a_verdict(
+    prepared: Path, run_ranks: Callable[..., list[tuple[int, str, str]]]
+) -> None:
+    ended = run_ranks(PROGRAM, str(prepared), LOCAL_WORLD_SIZE="2")
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in ended)
     assert first == second
     checked, staged, again, unset, inside, full, flipped, arrived = first
     assert checked.split()[1] == staged.split()[1] == again.split()[1]
@@ -68,7 +47,7 @@ def test_two_ranks_share_a_copy_and_a_verdict(prepared: Path) -> None:
     assert " kB are still to be copied, 0 bytes are free" in full
     assert "do not fit their checksum" in flipped
     assert "arrived damaged" in arrived
-    told = ended[0][1]
+    told = ended[0][2]
     assert "staged to" in told
     assert "MB copied and checked in" in told
-    assert ended[1][1] == ""
+    assert ended[1][2] == ""
