@@ -81,17 +81,12 @@ class Runs:
     Attributes:
         count: ``[U]`` how often each occurs among its row's N candidates.
         index: ``[U]`` one candidate (of N) that is this patch.
-        stop: ``[R]`` one past each row's last run.
+        per_row: ``[R]`` distinct patches in each row, at least one.
     """
 
     count: Ints
     index: Ints
-    stop: Ints
-
-    @property
-    def per_row(self) -> Ints:
-        """``[R]`` distinct patches in each row."""
-        return np.diff(self.stop, prepend=0)
+    per_row: Ints
 
 
 def distinct(candidates: Ints) -> Runs:
@@ -100,47 +95,53 @@ def distinct(candidates: Ints) -> Runs:
     words = _words(candidates)
     code = words[0] * _HASH
     for word in words[1:]:
-        code = (code + word) * _HASH
-    position, last, exact = _sorted_runs(code, words)
+        code += word
+        code *= _HASH
+    place, last, exact = _sorted_runs(code, words)
     if not exact:  # two patches shared a hash: number the patches instead
         _, number = np.unique(np.stack(words, -1).reshape(-1, len(words)), axis=0, return_inverse=True)
-        shift = np.uint64(num_candidates.bit_length())
-        position, last, _ = _sorted_runs(number.reshape(code.shape).astype(np.uint64) << shift, words)
+        shift = np.uint64(code.size.bit_length())
+        place, last, _ = _sorted_runs(number.reshape(code.shape).astype(np.uint64) << shift, words)
     end = np.flatnonzero(last)
     count = end.copy()
     count[1:] -= end[:-1]
     count[0] += 1
-    stop = np.searchsorted(end, num_candidates * np.arange(1, num_rows + 1) - 1) + 1
-    return Runs(count, position.take(end), stop)
+    return Runs(count, place.take(end) % num_candidates, last.reshape(num_rows, num_candidates).sum(1))
 
 
 def _words(candidates: Ints) -> list[Words]:
     """Patches as ⌈K/2⌉ arrays ``[R, N]`` of 64-bit words, two ids each: all equal exactly where the patches are."""
-    num_candidates, num_rows, k = candidates.shape
-    pairs = np.zeros((-(-k // 2), num_rows, num_candidates, 2), dtype=np.int32)
-    for i in range(k):
-        pairs[i // 2, :, :, i % 2] = candidates[..., i].T
-    return list(pairs.view(np.uint64)[..., 0])
+    k = candidates.shape[-1]
+    ids = candidates.astype(
+        np.int32
+    )  # in the order of memory that it has: both [N, R, K] and [R, N, K] are fast
+    if k % 2 or ids.strides[-1] != ids.itemsize:
+        ids = np.pad(np.ascontiguousarray(ids), ((0, 0), (0, 0), (0, k % 2)))
+    pairs = ids.view(np.uint64)
+    return [np.ascontiguousarray(pairs[..., i].T) for i in range(pairs.shape[-1])]
 
 
 def _sorted_runs(code: Words, words: list[Words]) -> tuple[Ints, NDArray[np.bool_], bool]:
-    """Sorts rows by code: the candidate at each place, flat ``[R·N]``, which places end a run, and whether that
-    is exact. The lowest bits of a code give way to the candidate's number: a plain sort is cheaper than argsort.
+    """Sorts the rows of codes ``[R, N]`` in place: which of the R·N candidates stands at each place, which places
+    end a run, and whether that is exact. The lowest bits of a code give way to the candidate's number: a plain
+    sort is cheaper than argsort.
     """
-    num_rows, num_candidates = code.shape
-    bits = np.uint64((num_candidates - 1).bit_length())
-    ordered = np.sort((code >> bits << bits) | np.arange(num_candidates, dtype=np.uint64), axis=1).ravel()
-    position = (ordered & ((np.uint64(1) << bits) - np.uint64(1))).view(np.int64)
+    bits = np.uint64((code.size - 1).bit_length())
+    code >>= bits
+    code <<= bits
+    code |= np.arange(code.size, dtype=np.uint64).reshape(code.shape)
+    code.sort(axis=1)
+    ordered = code.ravel()
+    place = (ordered & ((np.uint64(1) << bits) - np.uint64(1))).view(np.int64)
     ordered >>= bits
-    last = np.empty(len(ordered), dtype=bool)
+    last = np.empty(code.size, dtype=bool)
     np.not_equal(ordered[1:], ordered[:-1], out=last[:-1])
-    last[num_candidates - 1 :: num_candidates] = True
-    place = (position.reshape(code.shape) + num_candidates * np.arange(num_rows)[:, None]).ravel()
-    unlike = np.zeros(len(ordered) - 1, dtype=bool)
+    last[code.shape[1] - 1 :: code.shape[1]] = True
+    unlike = np.zeros(code.size - 1, dtype=bool)
     for word in words:
         aligned = word.take(place)
         unlike |= aligned[1:] != aligned[:-1]
-    return position, last, not bool((unlike & ~last[:-1]).any())
+    return place, last, not bool((unlike > last[:-1]).any())
 
 
 @lru_cache(maxsize=16)
@@ -174,15 +175,16 @@ def choose(
     at = exponent(temperature)
     num_candidates, num_rows, _ = candidates.shape
     runs = distinct(candidates.cpu().numpy())
-    count, per_row = runs.count, runs.per_row
+    count, per_row, stop = runs.count, runs.per_row, runs.per_row.cumsum()
     if allowed is not None:
         count = count * allowed.cpu().numpy()[runs.index, np.repeat(np.arange(num_rows), per_row)]
-    most = np.maximum.reduceat(count, runs.stop - per_row)
+    most = np.maximum.reduceat(count, stop - per_row)
     order = np.minimum(most, at.n)
     table = log_weights(num_candidates, at)
-    weight = np.exp(table[np.repeat(order, per_row), count] - np.repeat(table[order, most], per_row))
-    reached = weight.cumsum()
-    top = reached[runs.stop - 1]
+    log_weight = table[order.repeat(per_row), count]
+    log_weight -= table[order, most].repeat(per_row)
+    reached = np.exp(log_weight, out=log_weight).cumsum()
+    top = reached[stop - 1]
     bottom = np.concatenate([[0.0], top[:-1]])
     u = torch.rand(num_rows, dtype=torch.float64, device=generator.device, generator=generator).cpu().numpy()
     mark = np.minimum(bottom + u * (top - bottom), np.nextafter(top, bottom))

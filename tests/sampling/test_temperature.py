@@ -118,16 +118,19 @@ def test_fallback_order_is_the_largest_count(generator):
     assert take(candidates, choice.index)[:2, 0].tolist() == [7, 5]
 
 
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 @pytest.mark.parametrize("vocab_size, patch_size", [(7, 2), (128_256, 4), (128_256, 8), (2**31, 3)])
-def test_counts_of_distinct_patches(generator, vocab_size, patch_size):
+def test_counts_of_distinct_patches(generator, vocab_size, patch_size, axes):
+    """Whatever the order in memory, ``axes`` from the outermost in."""
     pool = torch.randint(vocab_size, (3, 6, patch_size), generator=generator)
     pool[:, 1] = pool[:, 0]
     pool[:, 1, -1] = (pool[:, 0, -1] + 1) % vocab_size
     pick = torch.randint(6, (50, 3), generator=generator)
-    candidates = pool[torch.arange(3), pick]
+    inverse = [axes.index(i) for i in range(3)]
+    candidates = pool[torch.arange(3), pick].permute(axes).contiguous().permute(inverse)
     runs = distinct(candidates.numpy())
     start = 0
-    for row, stop in enumerate(runs.stop.tolist()):
+    for row, stop in enumerate(runs.per_row.cumsum().tolist()):
         got = {
             tuple(candidates[i, row].tolist()): int(c)
             for i, c in zip(runs.index[start:stop].tolist(), runs.count[start:stop], strict=True)
