@@ -159,12 +159,12 @@ class Bench:
         packages = str(self.packages) if name.startswith("gigatoken") else ""
         return run_peer(self.core, name, *arguments, extra_path=packages, cpu=self.cpu)[0]
 
-    def thrice(self) -> list[Path]:
-        """The corpus and two copies of it."""
-        folder = self.scratch / "thrice"
+    def copies(self, files: list[Path], count: int = 3) -> list[Path]:
+        """Each of ``files``, ``count`` times over."""
+        folder = self.scratch / f"copies-of-{len(files)}"
         folder.mkdir(exist_ok=True)
         return [
-            Path(shutil.copyfile(file, folder / f"{i}-{file.name}")) for i in range(3) for file in self.files
+            Path(shutil.copyfile(file, folder / f"{i}-{file.name}")) for i in range(count) for file in files
         ]
 
     def rate(self, run: Run) -> float:
@@ -229,22 +229,22 @@ def against_tiktoken(bench: Bench) -> None:
 
 
 def two_workers(bench: Bench) -> None:
-    """Two workers on two cores against one on one, on a larger corpus, so that start and end, where one waits for
-    the other, weigh less (by the wall clock, whatever --clock says)."""
+    """Two workers on two cores against one on one, alternating, on a much larger corpus (copies of it), so that start
+    and end, where one waits for the other, weigh less (by the wall clock, whatever --clock says)."""
     if bench.cpu:
         print("prep_two_workers: skipped, it needs the wall clock", flush=True)
         return
     if len(os.sched_getaffinity(0)) < 2:
         print("prep_two_workers: skipped, one core", flush=True)
         return
-    files = bench.corpus(LARGE_MEGABYTES)
+    files = bench.copies(bench.corpus(LARGE_MEGABYTES))
     pairs = [(bench.prep(files), bench.prep(files, workers=2, pinned=False)) for _ in range(bench.repeats)]
     say("prep_two_workers", statistics.median(one.steady_seconds / two.steady_seconds for one, two in pairs))
 
 
 def memory_growth(bench: Bench) -> None:
     """Peak memory on the corpus and on three times the corpus."""
-    once, thrice = bench.prep(bench.files), bench.prep(bench.thrice())
+    once, thrice = bench.prep(bench.files), bench.prep(bench.copies(bench.files))
     say("prep_peak_rss_mb_three_times_the_corpus", thrice.peak_megabytes, 0)
     say("prep_peak_rss_growth", thrice.peak_megabytes / once.peak_megabytes)
 
