@@ -28,6 +28,7 @@ from calm_scale.config.cluster import ClusterConfig
 
 BINARIES = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 SBIN = "/usr/sbin:/sbin"
+NODES = ("n1", "n2")
 
 CONFIGURATION = """
 ClusterName=calmtest
@@ -97,19 +98,23 @@ class Slurm:
             second_port=ports[2],
         )
         (self.root / "slurm.conf").write_text(text)
+        for node in NODES:  # both are this machine: a step's folder would have the same name on each
+            (self.root / node).mkdir()
+            (self.root / node / "slurm.conf").write_text(text)
+            (self.root / node / "mpi.conf").write_text(f"PMIxCliTmpDirBase={self.root}/{node}\n")
         munge = ["munged", "--foreground", "--force", "--num-threads=2"]
         munge += [f"--{name}={self.root}/munge.{end}" for name, end in MUNGE_FILES.items()]
         self._daemon("munged", munge)
         wait_for((self.root / "munge.socket").exists, 20, "munged's socket")
         self._daemon("slurmctld", ["slurmctld", "-D", "-i"])
-        for node in ("n1", "n2"):
+        for node in NODES:
             self.start_node(node)
         wait_for(lambda: self.run("sinfo", "-h", "-o", "%t %D").strip() == "idle 2", 40, "two idle nodes")
         threading.Thread(target=self._follow_queue, daemon=True).start()
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node."""
-        self._daemon(node, ["slurmd", "-D", "-N", node])
+        self._daemon(node, ["slurmd", "-D", "-N", node, "-f", str(self.root / node / "slurm.conf")])
 
     def kill_node(self, node: str) -> None:
         """kill -9 of a slurmd and of everything that runs on its node: what a power cut does."""

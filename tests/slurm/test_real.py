@@ -21,6 +21,7 @@ import pytest
 
 from calm_scale.config import RunConfig, to_yaml
 from calm_scale.config.cluster import ClusterConfig
+from data_prep.pipeline import prepare
 from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import submit
 
@@ -150,6 +151,27 @@ def test_prep_with_mpirun(slurm, tmp_path: Path, profile: Callable[..., ClusterC
     slurm.wait_state(job, "COMPLETED", seconds=120)
     log = run.workdir / "slurm/logs" / f"prep-{job}/attempt_001/rank_0000.log"
     assert "workers: 2" in log.read_text()
+
+
+def test_prep_on_two_nodes(slurm, tmp_path: Path, profile: Callable[..., ClusterConfig]) -> None:
+    """One MPI rank on each of two nodes, started by srun, write what one process alone writes."""
+    tiny().write_corpus(tmp_path)
+    alone = prepared_run(tmp_path, "alone")
+    prepare(alone, show=False)
+    run = prepared_run(tmp_path, "pair")
+    stages = {"prep": {"nodes": 2, "tasks_per_node": 1, "cpus_per_task": 1}}
+    job = (
+        submit(run, profile(python=sys.executable, mpi="pmix", stages=stages), stages=["prep"]).jobs[0].job_id
+        or ""
+    )
+    slurm.wait_state(job, "COMPLETED", seconds=120)
+    logs = run.workdir / f"slurm/logs/prep-{job}/attempt_001"
+    assert "workers: 2" in (logs / "rank_0000.log").read_text()
+    assert (logs / "rank_0001.log").exists()
+    shards = sorted(file.relative_to(alone.data_dir) for file in alone.data_dir.rglob("*.shard"))
+    assert shards
+    for shard in shards:
+        assert (run.data_dir / shard).read_bytes() == (alone.data_dir / shard).read_bytes()
 
 
 def test_tasks_without_mpi_write_nothing(slurm, tmp_path: Path) -> None:
