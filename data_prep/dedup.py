@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from calm_scale.config.files import write_atomically
 from data_prep.journal import Journal
-from data_prep.manifest import write_atomically
 
 _ROWS_AT_ONCE = 8 << 20
 

@@ -7,7 +7,6 @@ there, is there, whenever the process was killed. Claims belong to one attempt; 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from calm_scale.config.files import lock, write_atomically
 from calm_scale.config.stored import checked, read_object
 from data_prep.errors import PrepError, PrepMistakeError
-from data_prep.manifest import write_atomically
 from data_prep.plan import Plan
 from data_prep.record import SegmentRecord
 
@@ -49,15 +48,13 @@ class FolderLock:
             PrepError: another prep holds it; says which.
         """
         file = self._path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock(file):
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
             raise PrepMistakeError(
                 f"another prep is writing {self._path.parent} ({holder}); wait for it, or end it first"
-            ) from None
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

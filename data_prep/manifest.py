@@ -6,13 +6,13 @@ A manifest is the only "done": it is written last, in one rename, and a folder w
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from pydantic import BaseModel, ConfigDict
 
+from calm_scale.config.files import write_atomically
 from calm_scale.config.stored import checked, read_object
 from data_prep.errors import ShardError, ShardMistakeError
 
@@ -170,13 +170,3 @@ class Manifest(_Record):
         if stated != manifest.fingerprint:
             raise ShardError(f"{path} was changed after it was written (its fingerprint does not fit)")
         return manifest
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write, fsync and rename, so that ``path`` holds either the old text or all of the new."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

@@ -14,9 +14,10 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from calm_scale.config.files import write_atomically
 from calm_scale.config.stored import checked, read_object
 from data_prep.errors import ShardMistakeError
-from data_prep.manifest import DocumentCounts, Manifest, write_atomically
+from data_prep.manifest import DocumentCounts, Manifest
 from data_prep.tokenizer import Tokenizer
 
 _REMEDY = "remove it: the pair can be read without, but then padding counts as text"

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.manifest import Manifest, write_atomically
+from calm_scale.config.files import write_atomically
+from data_prep.manifest import Manifest
 
 REPORT_NAME = "manifest.json"
 QUARANTINE_NAME = "quarantine.jsonl"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from calm_scale.config.files import lock, write_atomically
 from data_prep.errors import ShardError, ShardMistakeError
-from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry, write_atomically
+from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.shards import HEADER_BYTES
 from data_prep.verify import shard_problems
 
@@ -71,20 +71,18 @@ def _alone(local_dir: Path) -> Iterator[None]:
     """The folder, made if need be, for one process of the node at a time; its lock file is for all users."""
     try:
         local_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(local_dir / ".stage.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        held = (local_dir / ".stage.lock").open("a")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ShardMistakeError(
             f"{local_dir}: cannot be written to ({error.strerror}); stage to another folder (reading.stage_to)"
         ) from None
-    try:
+    with held:
         with contextlib.suppress(OSError):  # another user's, who has done this
-            os.fchmod(lock, 0o666)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+            os.fchmod(held.fileno(), 0o666)
+        lock(held, wait=True)
         yield
-    finally:
-        os.close(lock)
 
 
 def _bring(origin: str, local_dir: Path, fetch: Fetch) -> tuple[int, int]:

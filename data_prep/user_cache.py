@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from data_prep.manifest import write_atomically
+from calm_scale.config.files import write_atomically
 
 
 def cache_file(kind: str, key: str) -> Path:

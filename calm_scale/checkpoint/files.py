@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from calm_scale.config.files import write_atomically
 from calm_scale.runtime.background import Background
 
 _BLOCK = 8 << 20
@@ -41,13 +42,8 @@ def sync_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all: temporary file, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Whole or not at all, and durable: temporary file, fsync, rename, fsync of the folder."""
+    write_atomically(path, text)
     sync_folder(path.parent)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from calm_scale.checkpoint.files import sync_folder
 from calm_scale.config import ConfigError, RunConfig, load, to_yaml
+from calm_scale.config.files import lock, write_atomically
 
 CONFIG_FILE = "config.yaml"
 _LOCK = ".writing"
@@ -27,9 +26,7 @@ def store_config(config: RunConfig, folder: Path | None = None) -> Path:
     folder = folder or config.workdir
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / CONFIG_FILE
-    partial = folder / f".{CONFIG_FILE}.{os.getpid()}"
-    partial.write_text(to_yaml(config), encoding="utf-8")
-    partial.replace(target)
+    write_atomically(target, to_yaml(config))
     return target
 
 
@@ -50,8 +47,8 @@ def make_way(folder: Path, what: str) -> None:
         raise ConfigError(
             f"{partial}: is in the way of {what}, and no command's; move it, or name another folder"
         )
-    with (partial / _LOCK).open("a") as lock:
-        if not _locked(lock):
+    with (partial / _LOCK).open("a") as held:
+        if not lock(held):
             raise ConfigError(
                 f"{partial}: another command is writing {what} there; wait for it, or end it first"
             )
@@ -68,9 +65,9 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
     """
     partial = _partial(folder)
     partial.mkdir(parents=True)
-    with _exit_on_signals(), (partial / _LOCK).open("a") as lock:
+    with _exit_on_signals(), (partial / _LOCK).open("a") as held:
         try:
-            _locked(lock)
+            lock(held)
             yield partial
             (partial / _LOCK).unlink()
             _sync(partial)
@@ -100,15 +97,6 @@ def _exit_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _locked(file: TextIO) -> bool:
-    """Whether this process holds the file's lock now."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _partial(folder: Path) -> Path:

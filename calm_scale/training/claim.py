@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import socket
 import sys
@@ -14,12 +12,12 @@ from pathlib import Path
 from typing import TextIO
 
 from calm_scale.config import CalmScaleError
+from calm_scale.config.files import lock
 from calm_scale.runtime.world import World
 
 FILE = ".lock"
 PATIENCE_SECONDS = 20.0
 """How long the ranks of a training that has just been killed may take to disappear."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FolderInUseError(CalmScaleError):
@@ -57,7 +55,7 @@ def _take(folder: Path, patience: float) -> TextIO:
     file = (folder / FILE).open("a+", encoding="utf-8")
     deadline = time.monotonic() + patience
     told = False
-    while not _locked(file):
+    while not lock(file):
         if not told:
             told = True
             print(f"{folder} is in use; waiting {patience:.0f} s for it", file=sys.stderr, flush=True)
@@ -74,13 +72,3 @@ def _take(folder: Path, patience: float) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
-
-
-def _locked(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (*_NO_LOCKS, errno.EWOULDBLOCK):
-            raise
-        return error.errno in _NO_LOCKS
-    return True

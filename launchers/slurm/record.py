@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from calm_scale.config.files import lock, write_atomically
 from launchers.errors import LaunchError
 
 
@@ -61,7 +60,7 @@ class RunRecord:
     def locked(self) -> Iterator[None]:
         """Only one submission or cancellation of this run at a time."""
         with (self.folder / ".lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file, wait=True)
             yield
 
     def jobs(self) -> dict[str, SubmittedJob]:
@@ -78,7 +77,7 @@ class RunRecord:
 
     def write_jobs(self, jobs: dict[str, SubmittedJob]) -> None:
         """Replace the record, whole or not at all."""
-        write_whole(
+        write_atomically(
             self.folder / "jobs.json", json.dumps({"jobs": [asdict(job) for job in jobs.values()]}, indent=1)
         )
 
@@ -122,13 +121,6 @@ class RunRecord:
             if step.isdigit() and (job := path.read_text().split(";")[0].strip()):
                 found[int(step)] = job
         return found
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write beside, then rename: a reader never sees half a file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _read_line(line: str, found: dict[int, Attempt]) -> None:

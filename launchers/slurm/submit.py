@@ -16,10 +16,11 @@ from typing import Literal
 
 from calm_scale.config import ConfigError, RunConfig, config_hash, to_yaml
 from calm_scale.config.cluster import ClusterConfig
+from calm_scale.config.files import write_atomically
 from launchers.slurm.enqueue import QueuedStage, enqueue
 from launchers.slurm.layout import Stage, StageShape, common_shape, stages_of
 from launchers.slurm.notice import backstop_seconds, notice_seconds
-from launchers.slurm.record import RunRecord, write_whole
+from launchers.slurm.record import RunRecord
 from launchers.slurm.templates import ScriptRun, check_path, render
 
 Outcome = Literal["written", "submitted", "queued already", "done already"]
@@ -130,7 +131,7 @@ def _submit(
         record.create()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     for config, record in zip(configs, records, strict=True):
-        write_whole(_stored(config, record), to_yaml(config))
+        write_atomically(_stored(config, record), to_yaml(config))
     jobs = [_write(stage, shapes[stage], configs, records, cluster, name, folder) for stage in chain]
     if not dry_run:
         with contextlib.ExitStack() as locks:
@@ -202,7 +203,7 @@ def _write(
         exclude=excluded,
     )
     script = folder / f"{stage}.sbatch"
-    write_whole(script, text)
+    write_atomically(script, text)
     return StageJob(stage, shape, script, notice, "written")
 
 

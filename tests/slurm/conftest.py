@@ -170,9 +170,23 @@ class Slurm:
                     daemon.kill()
                     daemon.wait()
 
-    def _runs_on(self, pid: int, node: str) -> bool:
+    def job_environ(self, pid: int) -> dict[str, str]:
+        """The environment of a process of one of this cluster's jobs; of any other process, nothing."""
         around = environ(pid)
-        return around.get("SLURMD_NODENAME") == node and around.get("SLURM_CONF") == self.env["SLURM_CONF"]
+        return around if self.root in Path(around.get("SLURM_CONF", "")).parents else {}
+
+    def ranks_of(self, job: str, command: str) -> list[int]:
+        """Processes of a job's ranks that run a command of ours, lowest rank first."""
+        found = []
+        for pid in processes():
+            around, arguments = self.job_environ(pid), cmdline(pid).split()
+            started = {"SLURM_STEP_ID", "SLURM_PROCID"} <= around.keys() and "srun" not in arguments[0]
+            if started and around.get("SLURM_JOB_ID") == job and command in arguments:
+                found.append((int(around["SLURM_PROCID"]), pid))
+        return [pid for _, pid in sorted(found)]
+
+    def _runs_on(self, pid: int, node: str) -> bool:
+        return self.job_environ(pid).get("SLURMD_NODENAME") == node
 
     def _daemon(self, name: str, command: list[str]) -> None:
         with (self.root / f"{name}.out").open("ab") as log:

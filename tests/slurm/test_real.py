@@ -46,26 +46,6 @@ def rows(run: RunConfig, stage: str) -> dict[int, dict[str, Any]]:
     return {value["step"]: value for value in values if "step" in value and "loss" in value}
 
 
-def rank_pids(slurm: Any, job: str, command: str) -> list[int]:
-    """Processes of a job's ranks on this machine, lowest rank first."""
-    found = []
-    for path in Path("/proc").iterdir():
-        if not path.name.isdigit():
-            continue
-        try:
-            arguments = (path / "cmdline").read_bytes().split(b"\0")
-            around = (path / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        ours = f"SLURM_CONF={slurm.env['SLURM_CONF']}".encode() in around
-        if ours and f"SLURM_JOB_ID={job}".encode() in around and command.encode() in arguments:
-            step = next((entry for entry in around if entry.startswith(b"SLURM_STEP_ID=")), None)
-            rank = next((entry for entry in around if entry.startswith(b"SLURM_PROCID=")), None)
-            if step and rank and b"srun" not in arguments[0]:
-                found.append((int(rank.split(b"=")[1]), int(path.name)))
-    return [pid for _, pid in sorted(found)]
-
-
 class HoldUntilTold(threading.Thread):
     """Pauses the ranks of a job after their first steps until their script is told to stop: twice.
 
@@ -85,7 +65,7 @@ class HoldUntilTold(threading.Thread):
             while max(rows(self.run_config, "lm"), default=0) <= before:
                 if self.finished.wait(0.02):
                     return
-            held = rank_pids(self.slurm, self.job, "train-lm")
+            held = self.slurm.ranks_of(self.job, "train-lm")
             told = log.read_text().count("told to stop")
             for pid in held:
                 os.kill(pid, signal.SIGSTOP)
@@ -193,7 +173,7 @@ def kill_a_rank(slurm: Any, run: RunConfig, job: str) -> None:
     while not list(checkpoints.glob("step_????????")):
         assert time.monotonic() < deadline, "the autoencoder wrote no checkpoint"
         time.sleep(0.02)
-    pids = rank_pids(slurm, job, "train-ae")
+    pids = slurm.ranks_of(job, "train-ae")
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGKILL)
 
