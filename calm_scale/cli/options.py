@@ -46,12 +46,13 @@ NumRanks = Annotated[
     typer.Option("--nproc", min=1, help="Ranks to start on this machine (default: what the layout needs)."),
 ]
 TensorParallel = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--tensor-parallel",
         metavar="N",
         min=1,
-        help="Split the model over N ranks, which are started here unless a launcher has started them.",
+        help="Split the model over N ranks, which are started here unless a launcher has started them (default: "
+        "evaluation.tensor_parallel).",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")]

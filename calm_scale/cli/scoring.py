@@ -39,15 +39,15 @@ def evaluate(
     step: Step = None,
     coverage: Annotated[str | None, typer.Option("--coverage", help="first or all token offsets.")] = None,
     json: JsonFile = None,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: TensorParallel = None,
 ) -> None:
     """BrierLM on held-out text: four components, their intervals, and the protocol they depend on."""
     overrides = [*(set_ or ()), *([f"evaluation.coverage={coverage}"] if coverage else [])]
     run = load(config, overrides)
-    _in_ranks(run, tensor_parallel)
+    tensor = _in_ranks(run, tensor_parallel)
     from calm_scale.stages.evaluate import run_evaluation
 
-    raise typer.Exit(run_evaluation(run, step=step, json_file=json, tensor=tensor_parallel))
+    raise typer.Exit(run_evaluation(run, step=step, json_file=json, tensor=tensor))
 
 
 def generate(
@@ -64,15 +64,15 @@ def generate(
         Path | None, output_file("--out", "Write JSON lines to this file (default: stdout).")
     ] = None,
     step: Step = None,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: TensorParallel = None,
 ) -> None:
     """Sample text: likelihood-free temperature sampling (Algorithm 1 or 2), streamed to the terminal."""
     run = load(config, set_ or ())
-    _in_ranks(run, tensor_parallel)
+    tensor = _in_ranks(run, tensor_parallel)
     from calm_scale.stages.generate import run_generation
 
     raise typer.Exit(
-        run_generation(run, prompts=prompt or [], jsonl=jsonl, out=out, step=step, tensor=tensor_parallel)
+        run_generation(run, prompts=prompt or [], jsonl=jsonl, out=out, step=step, tensor=tensor)
     )
 
 
@@ -84,25 +84,27 @@ def score(
         Path | None, typer.Option("--jsonl", help="Read texts from a JSON-lines file (`text`).")
     ] = None,
     step: Step = None,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: TensorParallel = None,
 ) -> None:
     """Rank texts by their energy score under a model: likelihood-free, lower is better."""
     if not text and jsonl is None:
         raise typer.BadParameter("give --text or --jsonl")
     run = load(config, set_ or ())
-    _in_ranks(run, tensor_parallel)
+    tensor = _in_ranks(run, tensor_parallel)
     from calm_scale.stages.score import run_scoring
 
-    raise typer.Exit(run_scoring(run, texts=text or [], jsonl=jsonl, step=step, tensor=tensor_parallel))
+    raise typer.Exit(run_scoring(run, texts=text or [], jsonl=jsonl, step=step, tensor=tensor))
 
 
-def _in_ranks(config: RunConfig, tensor: int) -> None:
-    """Goes on in the ranks that hold the model; ends here with their exit code when they are started here."""
+def _in_ranks(config: RunConfig, asked: int | None) -> int:
+    """How many ranks hold the model; those started here end here, with their exit code."""
     from calm_scale.stages.launch import spawn_split
 
+    tensor = asked or config.evaluation.tensor_parallel
     code = spawn_split(config, tensor)
     if code is not None:
         raise typer.Exit(code)
+    return tensor
 
 
 def compare(

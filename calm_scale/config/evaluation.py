@@ -31,6 +31,7 @@ class EvaluationConfig(Section):
     ``max_sequences`` scores that many, evenly spaced over the split.
     ``exact_batches`` runs one sequence per forward pass, which makes the scores identical to the last digit
     for every ``batch_size``; without it ``batch_size`` sequences share a pass and a tie may fall otherwise.
+    ``tensor_parallel`` ranks hold one model, where it is too large for one device.
     """
 
     split: Literal["heldout", "train"] = "heldout"
@@ -43,6 +44,7 @@ class EvaluationConfig(Section):
     draw_budget: int = Field(default=10_000, ge=1)
     batch_size: int = Field(default=8, gt=0)
     exact_batches: bool = True
+    tensor_parallel: int = Field(default=1, ge=1)
     bootstrap: int = Field(default=1000, ge=100)
     confidence: float = Field(default=0.95, gt=0, lt=1)
     seed: Seed = 0

@@ -93,7 +93,7 @@ def _counts(
     if stage == "prep":
         return resources.nodes or 1, resources.tasks_per_node or cluster.cpus_per_node
     if stage == "eval":
-        return resources.nodes or 1, resources.tasks_per_node or 1
+        return _evaluators(config, cluster, resources)
     world = _world(config, stage)
     replica = config.lm.parallel.model_parallel if stage == "lm" and config.lm is not None else 1
     nodes, tasks = _placed(world, replica, cluster, stage, resources)
@@ -104,6 +104,24 @@ def _counts(
         raise ConfigError(
             f"lm: tensor parallel {tensor} would span nodes of {tasks} GPUs; sizes that stay inside one: "
             f"{', '.join(map(str, fits))}"
+        )
+    return nodes, tasks
+
+
+def _evaluators(config: RunConfig, cluster: ClusterConfig, resources: StageResources) -> tuple[int, int]:
+    """Nodes and tasks a node of an evaluation: by default the ranks of one model, which stay inside a node.
+
+    Raises:
+        ConfigError: the model does not split so, or a node's tasks do not hold whole models.
+    """
+    tensor = config.evaluation.tensor_parallel
+    if config.lm is not None:
+        config.lm.for_inference(tensor)
+    nodes, tasks = resources.nodes or 1, resources.tasks_per_node or tensor
+    if tasks % tensor:
+        raise ConfigError(
+            f"eval: {tasks} tasks a node cannot hold whole models of evaluation.tensor_parallel {tensor} ranks; set "
+            f"stages.eval.tasks_per_node of {cluster.name} to a multiple of {tensor}"
         )
     return nodes, tasks
 

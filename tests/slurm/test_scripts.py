@@ -145,6 +145,22 @@ def lm(tensor: int, pipeline: int, data: int | None, batch: int = 64) -> dict[st
     }
 
 
+def test_an_evaluation_gets_the_ranks_of_whole_models(profile: Profile, make_run: MakeRun) -> None:
+    def shape(tensor: int, tasks: int | None) -> tuple[int, int, int]:
+        run = make_run("split", lm=lm(1, 1, 1), evaluation={"tensor_parallel": tensor})
+        cluster = profile(gpus_per_node=8, cpus_per_node=64, stages={"eval": {"tasks_per_node": tasks}})
+        found = shape_of(run, cluster, "eval")
+        return found.nodes, found.tasks_per_node, found.gpus_per_node
+
+    assert shape(1, None) == (1, 1, 1)
+    assert shape(4, None) == (1, 4, 4)
+    assert shape(2, 8) == (1, 8, 8)
+    with pytest.raises(ConfigError, match=r"tasks_per_node of .* to a multiple of 4"):
+        shape(4, 6)
+    with pytest.raises(ConfigError, match="num_heads 8 is not divisible"):
+        shape(3, None)
+
+
 @pytest.mark.parametrize(
     ("layout", "nodes", "expected"),
     [

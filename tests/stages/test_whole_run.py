@@ -96,11 +96,17 @@ def test_generation_is_the_same_twice_and_on_two_ranks_and_stays_inside_the_voca
     prompts.write_text('{"prompt": "def "}\n\n{"prompt": "The"}\n')
     texts = []
     options_of = ["--jsonl", str(prompts)], ["--prompt", "def ", "--prompt", "The"]
-    for name, ranks, given in (("a.jsonl", "1", 0), ("b.jsonl", "1", 1), ("split.jsonl", "2", 0)):
-        options = [*options_of[given], "--out", str(tmp_path / name), "--tensor-parallel", ranks]
+    splits = ["--tensor-parallel", "2"], ["--set", "evaluation.tensor_parallel=2"]
+    for name, split, given in (
+        ("a", [], 0),
+        ("b", [], 1),
+        ("asked", splits[0], 0),
+        ("configured", splits[1], 0),
+    ):
+        options = [*options_of[given], "--out", str(tmp_path / name), *split]
         trained("generate", str(trained.document), *options)
         texts.append((tmp_path / name).read_text())
-    assert texts[0] == texts[1] == texts[2]
+    assert texts == [texts[0]] * 4
     rows = [json.loads(line) for line in texts[0].splitlines()]
     assert [row["prompt"] for row in rows] == ["def ", "The"]
     assert all(0 <= token < 512 for row in rows for token in row["token_ids"])
