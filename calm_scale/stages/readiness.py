@@ -13,6 +13,7 @@ from rich.console import Console
 
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.data import ReadingConfig
+from calm_scale.config.wording import counted
 from data_prep.errors import ShardError
 from data_prep.reading import ShardDataset
 from data_prep.staging import Staged, stage_split
@@ -118,6 +119,6 @@ def _report(staged: list[Staged]) -> str:
     kept = sum(s.num_kept for s in staged)
     slowest = max(s.seconds for s in staged)
     return (
-        f"staged to {staged[0].place} on {len(staged)} node(s): {copied / 1e6:,.1f} MB copied and checked in "
+        f"staged to {staged[0].place} on {counted(len(staged), 'node')}: {copied / 1e6:,.1f} MB copied and checked in "
         f"{slowest:.1f} s, {kept:,} shards were there"
     )

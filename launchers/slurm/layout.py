@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.cluster import ClusterConfig, StageResources
+from calm_scale.config.wording import counted
 
 Stage = Literal["prep", "autoencoder", "lm", "eval"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -82,7 +83,7 @@ def _note(stage: Stage, nodes: int, tasks: int, resources: StageResources) -> st
     if resources.nodes in (None, nodes):
         return ""
     return (
-        f"{stage}: {nodes} node(s) × {tasks} tasks, as the run's layout of {nodes * tasks} ranks says; "
+        f"{stage}: {counted(nodes, 'node')} × {counted(tasks, 'task')}, as the run's layout of {nodes * tasks} ranks says; "
         f"stages.{stage}.nodes: {resources.nodes} of the profile is not followed"
     )
 
@@ -151,7 +152,7 @@ def _placed(
         high = min(tasks + 1, limit) * nodes
         near = sorted({low, high} if low != high else {low, limit * -(-world // limit)})
         raise ConfigError(
-            f"{stage}: {world} ranks do not spread evenly over {nodes} node(s) of {limit} on {cluster.name}; "
+            f"{stage}: {world} ranks do not spread evenly over {counted(nodes, 'node')} of {limit} on {cluster.name}; "
             f"the nearest world sizes are {' and '.join(map(str, near))}: change the data-parallel size, "
             f"or stages.{stage}.{'tasks_per_node' if per_node else 'nodes'} in the profile"
         )
