@@ -83,8 +83,8 @@ def _note(stage: Stage, nodes: int, tasks: int, resources: StageResources) -> st
     if resources.nodes in (None, nodes):
         return ""
     return (
-        f"{stage}: {counted(nodes, 'node')} × {counted(tasks, 'task')}, as the run's layout of {nodes * tasks} ranks says; "
-        f"stages.{stage}.nodes: {resources.nodes} of the profile is not followed"
+        f"{stage}: {counted(nodes, 'node')} × {counted(tasks, 'task')}, as the run's layout of {nodes * tasks} ranks "
+        f"says; stages.{stage}.nodes: {resources.nodes} of the profile is not followed"
     )
 
 
