@@ -123,7 +123,7 @@ class DatasetRows:
             return _within(OPEN_SECONDS, self._open)
         except (FileNotFoundError, ValueError, KeyError) as error:
             raise SourceMistakeError(
-                f"{what} cannot be read: {error}; check its name and its split"
+                f"{what} cannot be read: {_reason(error)}; check its name and its split"
             ) from None
         except TimeoutError:
             raise SourceError(
@@ -132,7 +132,7 @@ class DatasetRows:
             ) from None
         except Exception as error:  # the library raises many kinds; all mean the same to the user
             raise SourceError(
-                f"{what} cannot be read: {error}; is the name right, and is there a network on this node?"
+                f"{what} cannot be read: {_reason(error)}; is the name right, and is there a network on this node?"
             ) from None
 
     def _open(self) -> Any:
@@ -171,19 +171,32 @@ class DatasetRows:
         if hasattr(dataset, "__len__"):
             self.ended = stop >= len(dataset)
             for i in range(start, min(stop, len(dataset))):
-                yield dataset[i]
+                yield self._read(i, dataset.__getitem__, i)
             return
         if self._stream is None:
             self._stream = iter(dataset.skip(start))
             self._next_row = start
         while self._next_row < stop:
-            row = next(self._stream, None)
+            row = self._read(self._next_row, next, self._stream, None)
             if row is None:
                 self.ended = True
                 return
             self._next_row += 1
             if self._next_row > start:
                 yield row
+
+    def _read(self, row: int, action: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return action(*arguments)
+        except Exception as error:  # of the library, of its file formats or of the network
+            raise SourceError(
+                f"the dataset {self._name!r} (split {self._split!r}) cannot be read at row {row + 1}: "
+                f"{_reason(error)}; rerun prep to go on where it was"
+            ) from None
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(". ") or type(error).__name__
 
 
 def _within(seconds: float, action: Callable[[], T]) -> T:
