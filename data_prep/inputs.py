@@ -12,6 +12,7 @@ import zstandard
 
 from calm_scale.config.data import SourceConfig
 from data_prep.errors import SourceError, SourceMistakeError
+from data_prep.hub import commit_of
 
 _KINDS = {
     ".jsonl": "plain",
@@ -32,7 +33,8 @@ _SAMPLE = 1 << 16
 class Input:
     """One input file (or one dataset): where, how to read it, and how to tell that it changed.
 
-    ``text_bytes`` estimates the bytes of its text. ``identity`` is a hash of size and first and last 64 KiB.
+    ``text_bytes`` estimates the bytes of its text. ``identity`` is a hash of size and first and last 64 KiB (kind
+    ``hub``: the commit).
     """
 
     source: int
@@ -53,7 +55,7 @@ class Input:
         Raises:
             SourceError: it is gone, or its size or time of change differs.
         """
-        if self.kind == "dataset":
+        if self.kind in ("dataset", "hub"):
             return
         try:
             stat = os.stat(self.name)  # noqa: PTH116
@@ -120,12 +122,12 @@ def _hidden(path: Path, root: Path) -> bool:
 
 
 def _describe_dataset(source: int, name: str, split: str) -> Input:
-    """A dataset on disk is known by the names, sizes and times of its files; one on a hub by its name alone."""
+    """A dataset on disk is known by the names, sizes and times of its files; one on a hub by its commit."""
     folder = Path(name)
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith(("./", "../", "~")):
             raise SourceMistakeError(f"prep.sources: there is no dataset folder {name}; check the path")
-        return Input(source, name, "dataset", 0, 0, 0, split)
+        return Input(source, name, "hub", 0, 0, 0, commit_of(name, split))
     files = [(p, p.stat()) for p in sorted(folder.rglob("*")) if p.is_file() and not _hidden(p, folder)]
     facts = [f"{p.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}" for p, stat in files]
     size = sum(stat.st_size for _, stat in files)

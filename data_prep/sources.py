@@ -25,8 +25,9 @@ class Reader:
         self._sets = SetFilter(source.include_sets, source.exclude_sets)
         self._parser = RecordParser(source.text_field, self._sets)
         self._rows: LineStream | ParquetRows | DatasetRows
-        if item.kind == "dataset":
-            self._rows = DatasetRows(item.name, source.split, source.text_field, segment_bytes)
+        if item.kind in ("dataset", "hub"):
+            commit = item.identity if item.kind == "hub" else None
+            self._rows = DatasetRows(item.name, source.split, source.text_field, segment_bytes, commit)
         elif item.kind == "parquet":
             self._rows = ParquetRows(
                 Path(item.name), source.text_field, segment_bytes, with_sets=self._sets.active

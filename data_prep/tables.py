@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.errors import SourceError, SourceMistakeError
+from data_prep.hub import open_dataset, reason
 
 T = TypeVar("T")
-OPEN_SECONDS = 60.0
 """How long a dataset named on a hub may take to be found."""
 _BATCH_ROWS = 2048
 _BYTES_PER_ROW = 6000
@@ -104,45 +102,20 @@ def _one_string(value: Any) -> Any:
 
 
 class DatasetRows:
-    """A Hugging Face dataset: a folder written by ``save_to_disk``, or a name (streamed)."""
+    """A Hugging Face dataset: a folder, or a name on a hub at a ``commit`` (streamed)."""
 
-    def __init__(self, name: str, split: str, text_field: str, segment_bytes: int) -> None:
+    def __init__(
+        self, name: str, split: str, text_field: str, segment_bytes: int, commit: str | None = None
+    ) -> None:
         self.ended = False
-        self._name, self._split, self._field = name, split, text_field
+        self._name, self._split, self._field, self._commit = name, split, text_field, commit
         self._rows = max(1, segment_bytes // _BYTES_PER_ROW)
         self._stream: Iterator[dict[str, Any]] | None = None
         self._next_row = 0
 
     @cached_property
     def _dataset(self) -> Any:
-        import datasets
-
-        datasets.disable_progress_bars()
-        what = f"the dataset {self._name!r} (split {self._split!r})"
-        try:
-            return _within(OPEN_SECONDS, self._open)
-        except (FileNotFoundError, ValueError, KeyError) as error:
-            raise SourceMistakeError(
-                f"{what} cannot be read: {_reason(error)}; check its name and its split"
-            ) from None
-        except TimeoutError:
-            raise SourceError(
-                f"{what} did not answer within {OPEN_SECONDS:.0f} s: is there a network on this node? Download it "
-                "where there is one and name the folder"
-            ) from None
-        except Exception as error:  # the library raises many kinds; all mean the same to the user
-            raise SourceError(
-                f"{what} cannot be read: {_reason(error)}; is the name right, and is there a network on this node?"
-            ) from None
-
-    def _open(self) -> Any:
-        import datasets
-
-        folder = Path(self._name)
-        if folder.is_dir() and not _is_hub_folder(folder):
-            loaded = datasets.load_from_disk(self._name)
-            return loaded[self._split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(self._name, split=self._split, streaming=True)
+        return open_dataset(self._name, self._split, self._commit)
 
     def blocks(self, segment: int) -> Iterator[RowBlock]:
         """Rows [segment · n, (segment + 1) · n)."""
@@ -191,33 +164,5 @@ class DatasetRows:
         except Exception as error:  # of the library, of its file formats or of the network
             raise SourceError(
                 f"the dataset {self._name!r} (split {self._split!r}) cannot be read at row {row + 1}: "
-                f"{_reason(error)}; rerun prep to go on where it was"
+                f"{reason(error)}; rerun prep to go on where it was"
             ) from None
-
-
-def _reason(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(". ") or type(error).__name__
-
-
-def _within(seconds: float, action: Callable[[], T]) -> T:
-    """What ``action`` returns or raises; without a network the library's own retries may take many minutes.
-
-    Raises:
-        TimeoutError: it is not done after ``seconds``; it is left behind in a thread.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome.result(seconds)
-
-
-def _is_hub_folder(path: Path) -> bool:
-    return not any(
-        (path / name).exists() for name in ("dataset_info.json", "state.json", "dataset_dict.json")
-    )

@@ -11,7 +11,7 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.config.base import ConfigError
-from data_prep import tables
+from data_prep import hub
 from data_prep.errors import PrepMistakeError, SourceError, SourceMistakeError
 from data_prep.manifest import Manifest
 from data_prep.pipeline import prepare
@@ -65,10 +65,10 @@ def test_a_split_or_folder_that_is_not_there_is_a_mistake(make_config: MakeConfi
 def test_a_hub_that_does_not_answer_is_given_up(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
+    import huggingface_hub
 
-    monkeypatch.setattr(tables, "OPEN_SECONDS", 0.2)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: time.sleep(20))
+    monkeypatch.setattr(hub, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: time.sleep(20))
     began = time.monotonic()
     with pytest.raises(SourceError, match=r"'org/none'.*did not answer within 0 s.*network"):
         prepare(config_of(make_config, "org/none"), show=False)
@@ -77,6 +77,6 @@ def test_a_hub_that_does_not_answer_is_given_up(
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach 'org/none' on the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     with pytest.raises(SourceError, match=r"Couldn't reach 'org/none'.*is the name right"):
         prepare(config_of(make_config, "org/none", "other"), show=False)

@@ -25,7 +25,6 @@ from data_prep.pipeline import prepare
 
 NAME = "org/texts"
 FILES = 3
-COMMIT = "a" * 40
 
 
 class Hub:
@@ -39,6 +38,7 @@ class Hub:
         self.broken: set[str] = set()
         self.asked: list[str] = []
         self.endpoint = ""
+        self.commit = "a" * 40
 
 
 @contextmanager
@@ -52,11 +52,16 @@ def serving(hub: Hub) -> Iterator[Hub]:
             path = unquote(urlparse(self.path).path)
             hub.asked.append(path)
             about, file = f"/api/datasets/{hub.name}", f"/datasets/{hub.name}/resolve/"
-            if path in (about, f"{about}/revision/{COMMIT}"):
-                self._json({"id": hub.name, "sha": COMMIT, "siblings": [{"rfilename": n} for n in hub.files]})
-            elif path == f"{about}/tree/{COMMIT}":
+            if path in (about, f"{about}/revision/{hub.commit}"):
                 self._json(
-                    [{"type": "file", "path": n, "size": len(b), "oid": COMMIT} for n, b in hub.files.items()]
+                    {"id": hub.name, "sha": hub.commit, "siblings": [{"rfilename": n} for n in hub.files]}
+                )
+            elif path == f"{about}/tree/{hub.commit}":
+                self._json(
+                    [
+                        {"type": "file", "path": n, "size": len(b), "oid": hub.commit}
+                        for n, b in hub.files.items()
+                    ]
                 )
             elif path.startswith(file) and (name := path.removeprefix(file).partition("/")[2]) in hub.files:
                 self._file(name)
@@ -70,7 +75,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 self._reply(403, {})
                 return
             whole = hub.files[name]
-            headers = {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            headers = {"ETag": f'"{name}"', "X-Repo-Commit": hub.commit, "Accept-Ranges": "bytes"}
             asked = self.headers.get("Range")
             if asked is None:
                 self._reply(200, headers, whole)
@@ -171,6 +176,11 @@ def test_a_hub_that_fails_midway_loses_nothing(
     assert "Traceback" not in failed.stderr
     assert not (config.data_dir / "manifest.json").exists()
     hub.broken.clear()
+    hub.commit = "b" * 40
+    refused = prep(config)
+    assert refused.returncode == 2, refused.stderr
+    assert "other settings or inputs" in refused.stderr
+    hub.commit = "a" * 40
     again = prep(config)
     assert again.returncode == 0, again.stderr
     assert kit.data_bytes(config.data_dir) == kit.data_bytes(whole.data_dir)
@@ -185,5 +195,5 @@ def test_names_and_splits_that_are_not_there(
     hub.name = "org/others"
     unknown = prep(by_name(make_config, "none"))
     assert unknown.returncode == 2
-    assert f"the dataset '{NAME}'" in unknown.stderr and "check its name" in unknown.stderr
+    assert f"the dataset '{NAME}'" in unknown.stderr and "is not on the hub" in unknown.stderr
     assert "Traceback" not in unknown.stderr
