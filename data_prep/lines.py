@@ -155,8 +155,10 @@ class LineStream:
         return True
 
     def _skip_to(self, start: int) -> None:
-        """Move to the first line that starts at or after ``start``."""
-        while self._position < start and (self._waiting or self._more()):
+        """Move to the first line that starts at or after ``start``, through any number of chunks."""
+        if self._position >= start:
+            return
+        while self._waiting or self._more():
             before_last = start - 1 - self._position  # a line ending at start - 1 makes one start at start
             at = self._waiting.find(b"\n", max(0, before_last))
             passed = self._advance(at + 1 if at >= 0 else len(self._waiting))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import zstandard
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 import data_prep.lines
 from data_prep.lines import LineStream
+from data_prep.streams import ByteStream
 
 LINES = st.lists(st.text("ab{}é", max_size=12).map(str.encode), max_size=25)
 
@@ -24,12 +27,35 @@ def store(folder: Path, data: bytes, kind: str) -> Path:
 
 
 @settings(deadline=None, max_examples=120)
-@given(lines=LINES, ends=st.booleans(), size=st.integers(1, 40), kind=st.sampled_from(["plain", "gz", "zst"]))
+@given(
+    lines=LINES,
+    ends=st.booleans(),
+    size=st.integers(1, 40),
+    chunk=st.integers(1, 30),
+    kind=st.sampled_from(["plain", "gz", "zst"]),
+)
 def test_segments_partition_the_lines(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ends: bool, size: int, kind: str
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ends: bool, size: int, chunk: int, kind: str
 ) -> None:
+    """However the bytes arrive: a line, and a segment, may lie across many chunks."""
+    with patch.object(ByteStream, "chunks", in_chunks_of(chunk)):
+        check_partition(tmp_path_factory.mktemp("l"), lines, ends, size, kind)
+
+
+def in_chunks_of(size: int) -> Callable[[ByteStream], Iterator[bytes]]:
+    whole = ByteStream.chunks
+
+    def chunks(stream: ByteStream) -> Iterator[bytes]:
+        for chunk in whole(stream):
+            for start in range(0, len(chunk), size):
+                yield chunk[start : start + size]
+
+    return chunks
+
+
+def check_partition(folder: Path, lines: list[bytes], ends: bool, size: int, kind: str) -> None:
     data = b"\n".join(lines) + (b"\n" if ends and lines else b"")
-    path = store(tmp_path_factory.mktemp("l"), data, kind)
+    path = store(folder, data, kind)
     last = max(0, (len(data) - 1) // size)
     in_order = LineStream(path, kind, size)
     joined = b""
