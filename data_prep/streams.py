@@ -70,7 +70,9 @@ class ByteStream:
         if not waiting:
             raise self._broken("is empty: not even one gzip member")
         while True:
-            waiting = (waiting or self._read(file)).lstrip(b"\0")  # zero padding between members is allowed
+            waiting = waiting or self._read(file)
+            if self.notes["gzip_members"]:
+                waiting = waiting.lstrip(b"\0")  # zero padding is allowed after a member, not before the first
             if not waiting:
                 if not self._read_more(file):
                     return

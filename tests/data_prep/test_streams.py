@@ -96,7 +96,14 @@ def test_frames_without_checksum_are_said_to_be_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["zst", "gz"])
 def test_empty_and_foreign_files_are_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
-    for data in (b"", b"plain text, not compressed at all"):
+    for data in (b"", b"plain text, not compressed at all", bytes(300), bytes(1_000_000)):
         path.write_bytes(data)
         with pytest.raises(SourceError, match=rf"a\.{kind} is"):
             read(path, kind)
+
+
+def test_padding_before_the_first_gzip_member_is_no_archive(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(bytes(300) + gzip.compress(TEXT))
+    with pytest.raises(SourceError, match=r"a\.gz is corrupt"):
+        read(path, "gz")
