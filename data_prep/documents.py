@@ -106,15 +106,19 @@ class RecordParser:
                 out.notes["byte_order_marks"] += 1
             try:
                 record: Any = self._decoder.decode(stripped)
+                text, wanted = record.text, not self._sets.active or self._wanted(record)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                out.bad.append(Bad(number, _kind_of(stripped, self._field), line))
-                continue
-            if self._sets.active and not self._wanted(record):
+                kind, text, name = _look_closer(stripped, self._field)
+                if kind:
+                    out.bad.append(Bad(number, kind, line))
+                    continue
+                wanted = self._sets.wants(name)
+            if not wanted:
                 out.filtered += 1
-            elif _is_empty(record.text):
+            elif _is_empty(text):
                 out.bad.append(Bad(number, "empty", line))
             else:
-                out.texts.append(record.text)
+                out.texts.append(text)
         return out
 
 
@@ -158,29 +162,44 @@ def _has_surrogate(text: str) -> bool:
     return False
 
 
-def _kind_of(line: bytes, text_field: str) -> str:  # noqa: PLR0911
-    """Why a line is no document."""
+def set_name(meta: object) -> str | None:
+    """The set that a record's ``meta`` names; ``None`` where it is no object, or names none by a string."""
+    name = meta.get("pile_set_name") if isinstance(meta, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _look_closer(line: bytes, text_field: str) -> tuple[str, str, str | None]:
+    """Of a line that is no plain record: why it is no document (else the empty string), its text, its set's name.
+
+    A line whose text is good is a document, whatever its other fields hold.
+    """
+    value, kind = _object_of(line)
+    if kind:
+        return kind, "", None
+    if text_field not in value:
+        return "missing_text", "", None
+    text = value[text_field]
+    if text is None:
+        return "null_text", "", None
+    if not isinstance(text, str):
+        return "text_not_string", "", None
+    return "lone_surrogate" if _has_surrogate(text) else "", text, set_name(value.get("meta"))
+
+
+def _object_of(line: bytes) -> tuple[dict[str, object], str]:
+    """The JSON object that a line is, or the kind of bad record."""
     if not line:
-        return "blank"
+        return {}, "blank"
     if b"\0" in line:
-        return "nul_byte"
+        return {}, "nul_byte"
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError:
-        return "invalid_utf8"
+        return {}, "invalid_utf8"
     try:
         value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
-        return "broken_json"
+        return {}, "broken_json"
     if end < len(text):
-        return "fused_json" if text[end:].lstrip()[:1] in ("{", "[") else "trailing_data"
-    if not isinstance(value, dict):
-        return "not_object"
-    if text_field not in value:
-        return "missing_text"
-    found = value[text_field]
-    if found is None:
-        return "null_text"
-    if not isinstance(found, str):
-        return "text_not_string"
-    return "lone_surrogate" if _has_surrogate(found) else "broken_json"
+        return {}, "fused_json" if text[end:].lstrip()[:1] in ("{", "[") else "trailing_data"
+    return (value, "") if isinstance(value, dict) else ({}, "not_object")

@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data_prep.documents import set_name
 from data_prep.errors import SourceError, SourceMistakeError
 from data_prep.hub import open_dataset, reason
 
 T = TypeVar("T")
-"""How long a dataset named on a hub may take to be found."""
 _BATCH_ROWS = 2048
 _BYTES_PER_ROW = 6000
 
@@ -71,8 +71,7 @@ class ParquetRows:
             for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=members, columns=self._columns):
                 values = _strings(batch.column(0))
                 metas = batch.column(1).to_pylist() if len(self._columns) > 1 else [None] * len(values)
-                sets = [m.get("pile_set_name") if isinstance(m, dict) else None for m in metas]
-                yield RowBlock(values, sets, row)
+                yield RowBlock(values, [set_name(meta) for meta in metas], row)
                 row += len(values)
         except self._errors as error:
             raise SourceError(f"{self._path} is corrupt near row {row}: {error}") from None
@@ -129,9 +128,8 @@ class DatasetRows:
                     raise SourceMistakeError(
                         f"the dataset {self._name!r} has no field {self._field!r}: {sorted(row)}"
                     )
-                meta = row.get("meta")
                 values.append(row[self._field])
-                sets.append(meta.get("pile_set_name") if isinstance(meta, dict) else None)
+                sets.append(set_name(row.get("meta")))
                 if len(values) == _BATCH_ROWS:
                     break
             if not values:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.documents import RecordParser, SetFilter
+from data_prep.documents import RecordParser, SetFilter, texts_of_rows
 from data_prep.lines import LineBlock
 from data_prep.sources import iterate_texts
+from data_prep.tables import ParquetRows
 
 CASES = [
     (b"", "blank"),
@@ -77,3 +78,49 @@ def test_text_field_and_set_filters() -> None:
     without = RecordParser("body", SetFilter(exclude=["A"])).parse(block)
     assert without.texts == ["1", "2", "4", "5", "none"]
     assert without.read == len(without.texts) + without.filtered
+
+
+OTHER_FIELDS = [
+    b'"id": "\\ud800"',
+    b'"\\udc00": 1',
+    b'"score": NaN',
+    b'"meta": "ABC"',
+    b'"meta": ["ABC"]',
+    b'"meta": {"pile_set_name": 7}',
+    b'"meta": {"pile_set_name": ["A"]}',
+]
+
+
+@pytest.mark.parametrize("field", OTHER_FIELDS, ids=str)
+def test_a_good_text_is_kept_whatever_the_other_fields_hold(field: bytes) -> None:
+    good = b'{"text": "a", "meta": {"pile_set_name": "A"}}\n'
+    block = LineBlock(good + b'{"text": "b", ' + field + b"}\n" + good, 1)
+    for sets, texts in (
+        (SetFilter(), ["a", "b", "a"]),
+        (SetFilter(exclude=["B"]), ["a", "b", "a"]),
+        (SetFilter(include=["A"]), ["a", "a"]),
+    ):
+        parsed = RecordParser("text", sets).parse(block)
+        assert (parsed.texts, parsed.bad) == (texts, [])
+        assert parsed.read == 3 == len(parsed.texts) + parsed.filtered
+
+
+@pytest.mark.parametrize("field", OTHER_FIELDS, ids=str)
+@pytest.mark.parametrize(
+    ("text", "kind"), [(b'" "', "empty"), (b"5", "text_not_string"), (b'"\\ud800"', "lone_surrogate")]
+)
+def test_a_bad_text_is_told_whatever_the_other_fields_hold(field: bytes, text: bytes, kind: str) -> None:
+    block = LineBlock(b'{"text": ' + text + b", " + field + b"}\n", 1)
+    for sets in (SetFilter(), SetFilter(exclude=["A"])):
+        parsed = RecordParser("text", sets).parse(block)
+        assert [bad.kind for bad in parsed.bad] == [kind]
+
+
+def test_the_set_of_a_table_row_is_named_by_a_string_or_not_at_all(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    metas = [{"pile_set_name": [7]}, {"pile_set_name": None}]
+    pq.write_table(pa.table({"text": ["a", "b"], "meta": metas}), tmp_path / "a.parquet")
+    rows = next(ParquetRows(tmp_path / "a.parquet", "text", 1 << 20, with_sets=True).blocks(0))
+    assert texts_of_rows(rows.values, rows.sets, 1, SetFilter(exclude=["A"])).texts == ["a", "b"]
