@@ -31,8 +31,11 @@ def run(
     config: ConfigFile,
     set_: Overrides = None,
     workers: Annotated[
-        int, typer.Option("--workers", min=1, help="Processes on this machine (without MPI).")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--workers", min=1, help="Processes on this machine, without MPI (default: prep.workers)."
+        ),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard an earlier prep and begin anew.")
     ] = False,
