@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 from calm_scale.config.data import SourceConfig
@@ -22,18 +23,22 @@ class Reader:
 
     def __init__(self, item: Input, source: SourceConfig, segment_bytes: int, first_segment: int = 0) -> None:
         self.item = item
+        self._source, self._segment_bytes, self._first_segment = source, segment_bytes, first_segment
         self._sets = SetFilter(source.include_sets, source.exclude_sets)
         self._parser = RecordParser(source.text_field, self._sets)
-        self._rows: LineStream | ParquetRows | DatasetRows
+
+    @cached_property
+    def _rows(self) -> LineStream | ParquetRows | DatasetRows:
+        """Opened by the first segment that is read, so that what is wrong with the file is found there."""
+        item, source = self.item, self._source
         if item.kind in ("dataset", "hub"):
             commit = item.identity if item.kind == "hub" else None
-            self._rows = DatasetRows(item.name, source.split, source.text_field, segment_bytes, commit)
-        elif item.kind == "parquet":
-            self._rows = ParquetRows(
-                Path(item.name), source.text_field, segment_bytes, with_sets=self._sets.active
+            return DatasetRows(item.name, source.split, source.text_field, self._segment_bytes, commit)
+        if item.kind == "parquet":
+            return ParquetRows(
+                Path(item.name), source.text_field, self._segment_bytes, with_sets=self._sets.active
             )
-        else:
-            self._rows = LineStream(Path(item.name), item.kind, segment_bytes, first_segment)
+        return LineStream(Path(item.name), item.kind, self._segment_bytes, self._first_segment)
 
     @property
     def ended(self) -> bool:
