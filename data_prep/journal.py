@@ -18,9 +18,11 @@ from typing import Any, TextIO
 from calm_scale.config.files import lock, write_atomically
 from calm_scale.config.stored import checked, read_object
 from data_prep.errors import PrepError, PrepMistakeError
+from data_prep.manifest import Manifest
 from data_prep.plan import Plan
 from data_prep.record import SegmentRecord
 
+SPLIT_NAMES = ("train", "autoencoder", "heldout")
 WORK_FOLDER = ".prep"
 
 
@@ -89,6 +91,7 @@ class Journal:
         Raises:
             PrepError: the folder holds unfinished work of another plan (and ``restart`` is off).
         """
+        self._remove_discarded()
         if restart:
             self.clear()
         self.refuse_other_plan(plan, "the unfinished work of a prep")
@@ -96,7 +99,8 @@ class Journal:
             (self.data_dir / name).unlink(missing_ok=True)
         for leftover in (*self.root.glob("attempt-*"),):
             shutil.rmtree(leftover, ignore_errors=True)
-        for part in (*self.data_dir.rglob("*.part"),):
+        places = (self.data_dir, *(self.data_dir / name for name in SPLIT_NAMES), self.root / "records")
+        for part in [part for place in places for part in place.glob("*.part")]:
             part.unlink(missing_ok=True)
         for folder in (self.root / "records", self.attempt_dir / "claims", self.attempt_dir / "progress"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +117,7 @@ class Journal:
             PrepError: names what differs.
         """
         if not self._stated.exists():
+            self._refuse_strangers()
             return
         old = read_object(self._stated, remedy="discard the old work with --restart", raises=PrepMistakeError)
         if old.get("key") != plan.key:
@@ -122,20 +127,42 @@ class Journal:
                 "them back, choose another folder, or discard the old work with --restart"
             )
 
+    def _refuse_strangers(self) -> None:
+        manifests = [self.data_dir / folder / "manifest.json" for folder in (".", *SPLIT_NAMES)]
+        found = next((path for path in manifests if path.exists()), None)
+        if found is not None:
+            raise PrepMistakeError(
+                f"{found} is not known to be of this prep: {self._stated} is not there (an imported split, or "
+                "removed). Choose another folder, or discard what is there with --restart"
+            )
+
     def clear(self) -> None:
-        """Remove every shard, manifest and record of earlier work."""
-        shutil.rmtree(self.root, ignore_errors=True)
-        for pattern in (
-            "*/*.shard",
-            "*/*.part",
-            "*/manifest.json",
-            "manifest.json",
-            "plan.json",
-            "tokenizer.*",
-            "quarantine.jsonl",
-        ):
-            for path in self.data_dir.glob(pattern):
-                path.unlink()
+        """Remove every shard, manifest and record of earlier work; nothing that a prep has not written."""
+        self.discard_work()
+        for name in SPLIT_NAMES:
+            for pattern in ("*.shard", "*.shard.zst", "*.part", "manifest.json"):
+                for path in (self.data_dir / name).glob(pattern):
+                    path.unlink()
+        for name in ("manifest.json", "quarantine.jsonl", "plan.json"):
+            (self.data_dir / name).unlink(missing_ok=True)
+
+    def discard_work(self) -> None:
+        """Remove the records in one step: a kill leaves all of them, or none that anybody would believe."""
+        if self.root.exists():
+            self.root.rename(self.root.with_name(f"{WORK_FOLDER}-discarded-{self.attempt}"))
+        self._remove_discarded()
+
+    def _remove_discarded(self) -> None:
+        for leftover in (*self.data_dir.glob(f"{WORK_FOLDER}-discarded-*"),):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def remove_unnamed(self, manifest: Manifest) -> None:
+        """Remove the shards of a split that its manifest does not name: of an input that was left out, say."""
+        named = {entry.name for entry in manifest.shards}
+        for pattern in ("*.shard", "*.shard.zst"):
+            for path in (self.data_dir / manifest.split).glob(pattern):
+                if path.name not in named:
+                    path.unlink()
 
     def record_path(self, item: int, segment: int) -> Path:
         """Where the record of (input, segment) stands; its tails and rejected lines stand beside it."""

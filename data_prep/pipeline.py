@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -14,10 +13,11 @@ from typing import TypeVar
 from calm_scale.config import RunConfig
 from calm_scale.config.base import CalmScaleError
 from data_prep.assemble import check_limit, collect, reweigh, write_rejected, write_split
+from data_prep.cold import ColdShard
 from data_prep.dedup import find_duplicates
 from data_prep.errors import EncoderMismatchError, PrepError, ShardError, StarvedSplitError, explain
 from data_prep.inspection import store_definition
-from data_prep.journal import WORK_FOLDER, FolderLock, Journal
+from data_prep.journal import FolderLock, Journal
 from data_prep.manifest import Manifest
 from data_prep.mpi import Ranks, detect_ranks
 from data_prep.plan import Plan, check_disk, make_plan
@@ -42,37 +42,50 @@ class _Begun:
 
 
 def prepare(
-    config: RunConfig, *, ranks: Ranks | None = None, restart: bool = False, show: bool = True
+    config: RunConfig,
+    *,
+    ranks: Ranks | None = None,
+    restart: bool = False,
+    show: bool = True,
+    on_accepted: Callable[[], object] = lambda: None,
 ) -> PrepReport:
     """Carry out the ``prep`` section of ``config`` into ``config.data_dir``.
 
     Under mpirun or ``srun --mpi=pmix`` every rank is a worker; otherwise ``prep.workers`` processes are. An
     interrupted prep goes on where it was; a finished one is recognised and left as it is. ``restart`` discards
-    earlier work first. ``show`` draws a progress line and the summary (rank 0).
+    earlier work first. ``show`` draws a progress line and the summary (rank 0). ``on_accepted`` is called there when
+    nothing speaks against these settings in this folder.
 
     Raises:
         CalmScaleError: on every rank, with the text of the error that ended the run.
     """
     ranks = detect_ranks() if ranks is None else ranks
     try:
-        report = _prepare(config, ranks, restart=restart, show=show)
+        report = _prepare(config, ranks, on_accepted, restart=restart, show=show)
     except EncoderMismatchError as error:
         if config.tokenizer.on_mismatch != "fallback":
             raise
         reference = config.tokenizer.model_copy(update={"encoder": error.reference})
-        report = _prepare(config.model_copy(update={"tokenizer": reference}), ranks, restart=True, show=show)
+        config = config.model_copy(update={"tokenizer": reference})
+        report = _prepare(config, ranks, on_accepted, restart=True, show=show)
     if show and ranks.rank == 0:
         report.show()
     return report
 
 
-def _prepare(config: RunConfig, ranks: Ranks, *, restart: bool, show: bool) -> PrepReport:
+def _prepare(
+    config: RunConfig, ranks: Ranks, on_accepted: Callable[[], object], *, restart: bool, show: bool
+) -> PrepReport:
     started = time.perf_counter()
     with ExitStack() as stack:
         loaded: list[Tokenizer] = []
 
         def begin() -> _Begun | None:
-            return _begin(config, stack, loaded, restart=restart) if ranks.rank == 0 else None
+            if ranks.rank:
+                return None
+            found = _begin(config, stack, loaded, restart=restart)
+            on_accepted()
+            return found
 
         begun = _together(ranks, begin)[0]
         if begun is None:
@@ -86,7 +99,12 @@ def _prepare(config: RunConfig, ranks: Ranks, *, restart: bool, show: bool) -> P
                 ranks,
                 lambda: find_duplicates(begun.journal, len(begun.plan.inputs)) if ranks.rank == 0 else 0,
             )
-        _pass(config, begun, "encode", tokenizer, ranks, show)
+        try:
+            _pass(config, begun, "encode", tokenizer, ranks, show)
+        except EncoderMismatchError:
+            if ranks.rank == 0:
+                begun.journal.clear()  # the encoder was wrong from the start, not from this document on
+            raise
 
         def conclude() -> PrepReport | None:
             return _conclude(begun, tokenizer, ranks, started) if ranks.rank == 0 else None
@@ -149,13 +167,13 @@ def _already_done(plan: Plan, journal: Journal) -> PrepReport | None:
     report = PrepReport.read(journal.data_dir)
     if report is None or (journal.root / "records").exists():
         return None
-    journal.refuse_other_plan(plan, "a finished prep")
+    if report.plan != plan.key:
+        journal.refuse_other_plan(plan, "a finished prep")
     try:
         for split in report.splits:
             folder = journal.data_dir / split.name
             for entry in Manifest.read(folder).shards:
-                if not entry.compressed:
-                    read_header(folder / entry.name)
+                (ColdShard if entry.compressed else read_header)(folder / entry.name)
     except ShardError as error:
         raise ShardError(
             f"{error}\n{journal.data_dir} was finished and is damaged now: bring the file back, or prepare all of it "
@@ -205,6 +223,7 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
         store_definition(plan.tokenizer_config.path, journal.data_dir)
     for manifest in manifests:
         manifest.write(journal.data_dir / manifest.split)
+        journal.remove_unnamed(manifest)
     work = total_progress(journal.attempt_dir / "progress", "encode")
     names = ("text", "bos", "eos", "padding", "tail", "stored")
     report = PrepReport(
@@ -234,5 +253,5 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
     )
     report.write()
     log_event(journal.data_dir, "done", **report.model_dump(mode="json", exclude={"splits", "data_dir"}))
-    shutil.rmtree(journal.data_dir / WORK_FOLDER, ignore_errors=True)
+    journal.discard_work()
     return report

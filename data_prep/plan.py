@@ -21,7 +21,7 @@ from calm_scale.config.wording import counted
 from data_prep.errors import PrepError
 from data_prep.estimate import BYTES_PER_SECOND, BYTES_PER_TOKEN, SHARD_OVERHEAD
 from data_prep.inputs import Input, list_inputs
-from data_prep.shards import token_dtype
+from data_prep.shards import SUFFIX, token_dtype
 from data_prep.tokenizer import Tokenizer
 
 _MEGABYTE = 1_000_000
@@ -82,7 +82,7 @@ class Plan:
 
     def show(self, console: Console | None = None) -> None:
         """Print the plan: inputs, disk and time (at 60 MB/s a worker)."""
-        console = console or Console(highlight=False)
+        console = console or Console(highlight=False, markup=False)
         table = Table(title="prep plan", title_justify="left")
         for column in ("source", "inputs", "stored", "text (estimate)", "weight"):
             table.add_column(column, justify="left" if column == "source" else "right")
@@ -173,16 +173,22 @@ def _segment_bytes(prep: PrepConfig, text_bytes: int) -> int:
 def check_disk(plan: Plan, data_dir: Path) -> int:
     """Free bytes where the shards will go.
 
+    Shards that an earlier attempt left are not written again, or are removed first.
+
     Raises:
-        PrepError: the estimate does not fit.
+        PrepError: the estimate of what is still to come does not fit.
     """
     place = data_dir
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    if plan.disk_bytes > free:
+    shards = (shard for split in plan.splits for shard in (data_dir / split.name).glob(f"*{SUFFIX}"))
+    there = sum(shard.stat().st_size for shard in shards)
+    need = plan.disk_bytes - there
+    if need > free:
+        written = f" beside the {there / 1e9:,.3f} GB that are there" if there else ""
         raise PrepError(
-            f"the shards need about {plan.disk_bytes / 1e9:,.3f} GB, {place} has {free / 1e9:,.3f} GB free: free some "
+            f"the shards need about {need / 1e9:,.3f} GB{written}, {place} has {free / 1e9:,.3f} GB free: free some "
             "space or set `data` to another disk"
         )
     return free

@@ -89,7 +89,7 @@ class PrepReport(BaseModel):
 
     def show(self, console: Console | None = None) -> None:
         """Print the summary table."""
-        console = console or Console(highlight=False)
+        console = console or Console(highlight=False, markup=False)
         rate = self.steady_bytes / self.steady_seconds / 1e6 if self.steady_seconds else 0.0
         table = Table(title=f"prep · {self.data_dir}", title_justify="left")
         for column in ("split", "documents", "sequences", "tokens", "padding", "tail"):

@@ -34,9 +34,7 @@ def run_prep(
     if dry_run:
         return _print_plan(config)
     ranks = detect_ranks()
-    if ranks.rank == 0:
-        store_config(config)
-    report = prepare(config, ranks=ranks, restart=restart)
+    report = prepare(config, ranks=ranks, restart=restart, on_accepted=lambda: store_config(config))
     if compress and ranks.rank == 0:
         for split in report.splits:
             compress_shards(config.data_dir / split.name)
