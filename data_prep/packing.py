@@ -13,10 +13,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.errors import PrepMistakeError
+
 Ids = NDArray[np.uint32]
 Offsets = NDArray[np.int64]
 
 WINDOW_TOKENS = 4 << 20
+MOST_IDS = 1 << 29
+"""Held in memory at once: more than the longest line that is read and a window of documents ever need together."""
 
 
 class Packer(Protocol):
@@ -48,7 +52,8 @@ class ConcatPacker:
 
 
 class AlignedPacker:
-    """Each document starts at a multiple of ``alignment``."""
+    """Each document starts at a multiple of ``alignment``; ``PrepMistakeError`` where the padding would fill the
+    memory."""
 
     def __init__(self, alignment: int, pad_id: int) -> None:
         self._alignment, self._pad = alignment, pad_id
@@ -59,7 +64,7 @@ class AlignedPacker:
         lengths = np.diff(offsets)
         padded = -(-lengths // self._alignment) * self._alignment
         gaps = padded - lengths
-        out = np.full(int(padded.sum()), self._pad, np.uint32)
+        out = _padding(int(padded.sum()), self._pad, len(ids))
         shift = np.repeat(np.cumsum(gaps) - gaps, lengths)
         out[np.arange(len(ids)) + shift] = ids
         self.padding += int(gaps.sum())
@@ -96,7 +101,11 @@ class BestFitPacker:
         return np.concatenate(out) if out else np.empty(0, np.uint32)
 
     def finish(self) -> Ids:
-        """Pack the window: whole sequences [n · sequence_length]."""
+        """Pack the window: whole sequences [n · sequence_length].
+
+        Raises:
+            PrepMistakeError: they do not fit into memory.
+        """
         bins = [[piece] for piece in self._rests]
         room = sorted((self._length - self._padded(piece), i) for i, piece in enumerate(self._rests))
         for piece in sorted(self._starts, key=len, reverse=True):
@@ -109,7 +118,7 @@ class BestFitPacker:
                 free, number = room.pop(at)
                 bins[number].append(piece)
             insort(room, (free - need, number))
-        out = np.full(len(bins) * self._length, self._pad, np.uint32)
+        out = _padding(len(bins) * self._length, self._pad, self._size)
         for number, members in enumerate(bins):
             at = number * self._length
             for piece in members:
@@ -122,6 +131,20 @@ class BestFitPacker:
     def _padded(self, piece: Ids) -> int:
         """Length rounded up to the alignment."""
         return -(-len(piece) // self._alignment) * self._alignment
+
+
+def _padding(size: int, pad_id: int, tokens: int) -> Ids:
+    """``size`` pad ids, into which documents of ``tokens`` ids are laid.
+
+    Raises:
+        PrepMistakeError: more than ``MOST_IDS``.
+    """
+    if size > MOST_IDS:
+        raise PrepMistakeError(
+            f"prep.packing would lay documents of {tokens:,} tokens into {size:,} ids, almost all of them padding: "
+            "lower prep.sequence_length or prep.alignment, or set prep.packing to concat"
+        )
+    return np.full(size, pad_id, np.uint32)
 
 
 def build_packer(packing: str, sequence_length: int, alignment: int, pad_id: int | None) -> Packer:

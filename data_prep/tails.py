@@ -7,6 +7,7 @@ import numpy as np
 from data_prep.errors import StarvedSplitError
 from data_prep.journal import Journal
 from data_prep.manifest import ShardEntry, TokenCounts
+from data_prep.packing import MOST_IDS
 from data_prep.plan import Plan, Split
 from data_prep.record import SegmentRecord
 from data_prep.shards import SUFFIX, ShardWriter
@@ -29,8 +30,12 @@ def join_tails(
 
     Returns:
         The shard (``None``: there was not one sequence), and the number of ids that were left out.
+
+    Raises:
+        StarvedSplitError: the last sequence would be ``MOST_IDS`` of filler and more.
     """
     prep = plan.prep
+    missing = _filler(plan, split, sum(r.splits[split.name].tail_tokens for r in records))
     dtype = np.dtype(plan.dtype).newbyteorder("<")
     writer = ShardWriter(
         journal.data_dir / split.name / f"tail-{source:06d}{SUFFIX}",
@@ -42,10 +47,7 @@ def join_tails(
     for record in records:
         path = journal.record_path(record.item, record.segment).with_suffix(f".{split.name}.tail")
         writer.append(np.fromfile(path, dtype))
-    missing = 0
-    if split.name in prep.keep_tail:
-        missing = -sum(r.splits[split.name].tail_tokens for r in records) % prep.sequence_length
-        writer.append(np.full(missing, filler, dtype))
+    writer.append(np.full(missing, filler, dtype))
     header, left = writer.close()
     if header is None:
         return None, len(left)
@@ -59,6 +61,18 @@ def join_tails(
         filler=missing,
     )
     return entry, len(left)
+
+
+def _filler(plan: Plan, split: Split, left_over: int) -> int:
+    """Ids that fill up the last sequence of a split that keeps it."""
+    length = plan.prep.sequence_length
+    missing = -left_over % length if split.name in plan.prep.keep_tail else 0
+    if missing > MOST_IDS:
+        raise StarvedSplitError(
+            f"the last sequence of the split {split.name!r} has {left_over % length:,} tokens of {length:,}, and "
+            "prep.keep_tail would fill it up: lower prep.sequence_length, or take the split out of prep.keep_tail"
+        )
+    return missing
 
 
 def refuse_starved(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from calm_scale.config import RunConfig
 from data_prep.cold import compress_split
-from data_prep.errors import StarvedSplitError
+from data_prep.errors import PrepMistakeError, StarvedSplitError
 from data_prep.manifest import Manifest
 from data_prep.megatron_format import export_megatron, import_megatron, open_megatron
 from data_prep.pipeline import prepare
@@ -135,3 +136,23 @@ def test_a_kept_tail_survives_megatrons_format(
     dataset = ShardDataset(other / "heldout", 64, partial=True)
     assert stream_of(dataset) == expected_stream(config, texts)
     assert verify_split(other / "heldout").ok
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"splits": {"heldout": 1.0}},
+        {"packing": "aligned", "splits": {"heldout": 1.0}},
+        {"packing": "aligned", "alignment": 8 << 30},
+        {"packing": "best-fit"},
+        {"packing": "best-fit", "alignment": 8 << 30},
+    ],
+    ids=str,
+)
+def test_a_sequence_length_that_no_memory_holds_is_a_mistake(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, settings: dict[str, Any]
+) -> None:
+    path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(30))
+    with pytest.raises(PrepMistakeError, match=r"lower prep\.sequence_length"):
+        prepare(make_config(path, sequence_length=8 << 30, **settings), show=False)
+    assert not list((tmp_path / "run/data").glob("*/*.shard*"))
