@@ -32,6 +32,7 @@ _SKIPPABLE = struct.Struct("<II")
 _TAIL = struct.Struct("<QQ8s")  # rows per frame, offset of the table, magic
 _SKIPPABLE_MAGIC = 0x184D2A50
 _FRAME_BYTES = 1 << 20
+_REMEDY = "copy it again, or prepare again with --restart"
 
 
 def compress_split(split_dir: Path, *, level: int = 3) -> Manifest:
@@ -75,8 +76,7 @@ def _replace(split_dir: Path, old: Manifest, shards: list[ShardEntry]) -> Manife
 def _compress(source: Path, target: Path, level: int) -> None:
     header = read_header(source)
     rows = map_tokens(source, header)
-    row_bytes = max(1, header.sequence_length * header.dtype.itemsize)
-    per_frame = max(1, _FRAME_BYTES // row_bytes)
+    per_frame = _rows_per_frame(header)
     packer = zstandard.ZstdCompressor(level=level, write_checksum=True)
     part = target.with_name(target.name + ".part")
     offsets = []
@@ -126,30 +126,35 @@ class ColdShard:
         try:
             data = np.memmap(path, np.uint8, "r")
         except (OSError, ValueError):
-            raise ShardError(
-                f"shard {path} is missing or empty; copy it again, or prepare again with --restart"
-            ) from None
+            raise ShardError(f"shard {path} is missing or empty; {_REMEDY}") from None
         self._data = data
-        if len(data) < HEADER_BYTES + 2 * _SKIPPABLE.size + _TAIL.size or bytes(data[-8:]) != MAGIC:
-            raise ShardError(f"{path} is no complete cold shard: it was cut or changed")
-        self.header = parse_header(bytes(data[_SKIPPABLE.size : _SKIPPABLE.size + HEADER_BYTES]), path)
-        self._per_frame, table_at, _ = _TAIL.unpack(bytes(data[-_TAIL.size :]))
-        table = bytes(data[table_at + _SKIPPABLE.size : -_TAIL.size])
-        self._offsets = np.frombuffer(table, "<u8").tolist()
+        first = _SKIPPABLE.pack(_SKIPPABLE_MAGIC, HEADER_BYTES)
+        shortest = len(first) + HEADER_BYTES + _SKIPPABLE.size + _TAIL.size
+        if len(data) < shortest or bytes(data[-8:]) != MAGIC or bytes(data[: len(first)]) != first:
+            raise ShardError(f"{path} is no complete cold shard: it was cut or changed; {_REMEDY}")
+        self.header = parse_header(bytes(data[len(first) : len(first) + HEADER_BYTES]), path)
+        self._per_frame, self._offsets = _read_table(data, self.header, path)
         self.num_frames = len(self._offsets) - 1
         self._kept: tuple[int, NDArray[np.unsignedinteger]] | None = None
 
     def frame(self, number: int) -> NDArray[np.unsignedinteger]:
         """Rows [≤ rows_per_frame, sequence_length] of one frame."""
         if self._kept is None or self._kept[0] != number:
-            packed = self._data[self._offsets[number] : self._offsets[number + 1]].tobytes()
-            try:
-                plain = zstandard.ZstdDecompressor().decompress(packed)
-            except zstandard.ZstdError as error:
-                raise ShardError(f"{self.path} is damaged (frame {number}: {error})") from None
-            rows = np.frombuffer(plain, self.header.dtype).reshape(-1, self.header.sequence_length)
-            self._kept = (number, rows)
+            self._kept = (number, self._unpack(number))
         return self._kept[1]
+
+    def _unpack(self, number: int) -> NDArray[np.unsignedinteger]:
+        header = self.header
+        num_rows = min(self._per_frame, header.num_sequences - number * self._per_frame)
+        num_bytes = num_rows * header.sequence_length * header.dtype.itemsize
+        packed = self._data[self._offsets[number] : self._offsets[number + 1]].tobytes()
+        try:
+            if (found := zstandard.frame_content_size(packed)) != num_bytes:
+                raise zstandard.ZstdError(f"it holds {found} bytes, {num_bytes} belong there")
+            plain = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise ShardError(f"{self.path} is damaged (frame {number}: {error}); {_REMEDY}") from None
+        return np.frombuffer(plain, header.dtype).reshape(num_rows, header.sequence_length)
 
     def sample(self, index: int, tokens_per_sample: int) -> NDArray[np.unsignedinteger]:
         """Sample ``index`` of ``tokens_per_sample`` tokens (a divisor of sequence_length)."""
@@ -157,3 +162,27 @@ class ColdShard:
         frame, inside = divmod(row, self._per_frame)
         start = part * tokens_per_sample
         return self.frame(frame)[inside, start : start + tokens_per_sample]
+
+
+def _rows_per_frame(header: ShardHeader) -> int:
+    return max(1, _FRAME_BYTES // max(1, header.sequence_length * header.dtype.itemsize))
+
+
+def _read_table(data: NDArray[np.uint8], header: ShardHeader, path: Path) -> tuple[int, list[int]]:
+    """Rows per frame, and where each frame begins and the last one ends.
+
+    Raises:
+        ShardError: that cannot be the table of a file of this size with this header.
+    """
+    per_frame, table_at, _ = _TAIL.unpack(bytes(data[-_TAIL.size :]))
+    if 1 <= per_frame <= _rows_per_frame(header):
+        num_offsets = -(-header.num_sequences // per_frame) + 1
+        start = len(data) - _TAIL.size - num_offsets * 8
+        if start - _SKIPPABLE.size == table_at:
+            mark = _SKIPPABLE.pack(_SKIPPABLE_MAGIC, len(data) - start)
+            offsets = np.frombuffer(bytes(data[start : -_TAIL.size]), "<u8")
+            ends = (int(offsets[0]), int(offsets[-1]))
+            fits = ends == (_SKIPPABLE.size + HEADER_BYTES, table_at) and (offsets[1:] > offsets[:-1]).all()
+            if fits and bytes(data[table_at:start]) == mark:
+                return per_frame, offsets.tolist()
+    raise ShardError(f"{path} is damaged: its table of frames does not fit the rest of it; {_REMEDY}")

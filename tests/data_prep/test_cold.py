@@ -1,0 +1,72 @@
+"""The cold form of a split: what is damaged is found, and nothing is lost or left over when it is made."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from calm_scale.config import RunConfig
+from data_prep import cold
+from data_prep.cold import compress_split
+from data_prep.errors import ShardError
+from data_prep.manifest import Manifest
+from data_prep.pipeline import prepare
+from data_prep.reading import ShardDataset
+from data_prep.verify import verify_split
+
+_TAIL = struct.Struct("<QQ8s")
+
+
+@pytest.fixture
+def split(tmp_path: Path, make_config: Callable[..., RunConfig], kit: SimpleNamespace) -> Path:
+    """A split of a few shards."""
+    path = kit.write_lines(tmp_path / "in.jsonl", kit.make_texts(200))
+    config = make_config(path, segment_megabytes=0.02)
+    prepare(config, show=False)
+    return config.data_dir / "train"
+
+
+TABLES = {
+    "twice the rows": lambda rows, at, size: (2 * rows, at),
+    "fewer rows": lambda rows, at, size: (max(1, rows // 512), at),
+    "no rows": lambda rows, at, size: (0, at),
+    "one byte on": lambda rows, at, size: (rows, at + 1),
+    "far away": lambda rows, at, size: (rows, at + (1 << 40)),
+    "at the end": lambda rows, at, size: (rows, size),
+}
+
+
+@pytest.mark.parametrize("frame_bytes", [1 << 10, 1 << 20])
+@pytest.mark.parametrize("case", TABLES)
+def test_a_changed_table_of_frames_is_found(
+    split: Path, monkeypatch: pytest.MonkeyPatch, case: str, frame_bytes: int
+) -> None:
+    monkeypatch.setattr(cold, "_FRAME_BYTES", frame_bytes)
+    compress_split(split)
+    assert verify_split(split).ok
+    shard = split / Manifest.read(split).shards[0].name
+    data = shard.read_bytes()
+    rows, at, magic = _TAIL.unpack(data[-_TAIL.size :])
+    shard.write_bytes(data[: -_TAIL.size] + _TAIL.pack(*TABLES[case](rows, at, len(data)), magic))
+    assert any(shard.name in problem for problem in verify_split(split).problems)
+    with pytest.raises(ShardError, match=f"{shard.name} is damaged: its table of frames"):
+        ShardDataset(split, 64)
+
+
+def test_a_frame_of_another_size_is_found(split: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "_FRAME_BYTES", 1 << 10)
+    compress_split(split)
+    shard = split / Manifest.read(split).shards[0].name
+    data = shard.read_bytes()
+    at = _TAIL.unpack(data[-_TAIL.size :])[1]
+    second = at + 8 + 8  # where the second frame begins
+    shard.write_bytes(
+        data[:second] + struct.pack("<Q", struct.unpack_from("<Q", data, second)[0] + 1) + data[second + 8 :]
+    )
+    assert any(shard.name in problem for problem in verify_split(split).problems)
+    with pytest.raises(ShardError, match=r"is damaged \(frame 0"):
+        ShardDataset(split, 64)[0]
