@@ -32,6 +32,10 @@ class SourceError(PrepError):
     """An input cannot be read: missing, truncated, corrupt, or changed while it was being read."""
 
 
+class CorruptSourceError(SourceError):
+    """The content of an input is damaged: reading it again would find the same."""
+
+
 class SourceMistakeError(SourceError, PrepMistakeError):
     """A source names nothing that can be read (exit code 2)."""
 

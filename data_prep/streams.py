@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import zstandard
 
-from data_prep.errors import SourceError
+from data_prep.errors import CorruptSourceError, SourceError
 
 READ_BYTES = 1 << 18
 _ZSTD_MAGIC = 0xFD2FB528
@@ -141,5 +141,5 @@ class ByteStream:
                 raise self._broken("is truncated inside a skippable zstd frame")
         return waiting[size:] or self._read(file)
 
-    def _broken(self, what: str) -> SourceError:
-        return SourceError(f"{self.path} {what} (after {self.consumed} bytes of the file)")
+    def _broken(self, what: str) -> CorruptSourceError:
+        return CorruptSourceError(f"{self.path} {what} (after {self.consumed} bytes of the file)")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.documents import set_name
-from data_prep.errors import SourceError, SourceMistakeError
+from data_prep.errors import CorruptSourceError, SourceError, SourceMistakeError
 from data_prep.hub import open_dataset, reason
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class ParquetRows:
         try:
             self._file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as error:
-            raise SourceError(f"{path} is truncated or no Parquet file: {error}") from None
+            raise _kind(error)(f"{path} is truncated or no Parquet file: {error}") from None
         self._errors = (pyarrow.ArrowException, OSError)
         names = self._file.schema_arrow.names
         if text_field not in names:
@@ -74,7 +74,7 @@ class ParquetRows:
                 yield RowBlock(values, [set_name(meta) for meta in metas], row)
                 row += len(values)
         except self._errors as error:
-            raise SourceError(f"{self._path} is corrupt near row {row}: {error}") from None
+            raise _kind(error)(f"{self._path} is corrupt near row {row}: {error}") from None
 
 
 def _strings(column: Any) -> list[Any]:
@@ -84,6 +84,11 @@ def _strings(column: Any) -> list[Any]:
     except UnicodeDecodeError:
         values = [_one_string(value) for value in column]
     return [_as_text(value) if isinstance(value, bytes) else value for value in values]
+
+
+def _kind(error: Exception) -> type[SourceError]:
+    """What the system says (a file that is gone, a disk that fails) is not the file's own damage."""
+    return SourceError if isinstance(error, OSError) and error.errno else CorruptSourceError
 
 
 def _as_text(value: bytes) -> str | bytes:

@@ -11,7 +11,7 @@ import xxhash
 
 from data_prep.dedup import DropList, HashFile
 from data_prep.documents import Texts
-from data_prep.errors import SourceError
+from data_prep.errors import CorruptSourceError
 from data_prep.journal import Journal
 from data_prep.plan import Plan
 from data_prep.record import SegmentRecord
@@ -61,7 +61,7 @@ class EncodeTask:
                 duplicates=drop,
                 on_block=checked,
             )
-        except SourceError as error:
+        except CorruptSourceError as error:
             if self._plan.prep.on_corrupt_file != "quarantine":
                 raise
             self._journal.write_record(
@@ -121,7 +121,7 @@ class HashTask:
                 read += block.read
                 on_block(block, 0)
             last = reader.ended
-        except SourceError:
+        except CorruptSourceError:
             if self._plan.prep.on_corrupt_file != "quarantine":
                 raise
             digests, corrupt = [], True
