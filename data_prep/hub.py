@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,19 +32,51 @@ def open_dataset(name: str, split: str, commit: str | None) -> Any:
     """A dataset of ``datasets``: the folder ``name``, or where there is a ``commit`` the name on a hub, streamed.
 
     Raises:
-        SourceError: it cannot be opened; ``SourceMistakeError`` where it has no such split or is not there.
+        SourceError: it cannot be opened; ``SourceMistakeError`` where it has no such split, no rows, or is not there.
     """
     import datasets
 
     datasets.disable_progress_bars()
+    if commit is None:
+        return _opened(name, split)
+    return _reached(
+        name,
+        split,
+        lambda: datasets.load_dataset(name, split=split, revision=commit or None, streaming=True),
+    )
 
-    def load() -> Any:
-        if commit is None and _was_saved(Path(name)):
-            saved = datasets.load_from_disk(name)
-            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-        return datasets.load_dataset(name, split=split, revision=commit or None, streaming=True)
 
-    return _reached(name, split, load)
+def _opened(name: str, split: str) -> Any:
+    """A dataset of a folder: saved by ``save_to_disk``, or files that ``load_dataset`` streams."""
+    import datasets
+    import pyarrow
+
+    what = f"the dataset {name!r} (split {split!r})"
+    try:
+        if _was_saved(Path(name)):
+            return _load_saved(Path(name), split, what)
+        return datasets.load_dataset(name, split=split, streaming=True)
+    except SourceMistakeError:
+        raise
+    except (pyarrow.ArrowException, json.JSONDecodeError) as error:
+        raise SourceError(_damaged(what, error)) from None
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise SourceMistakeError(_misnamed(what, error)) from None
+    except Exception as error:  # of the library or of its file formats
+        raise SourceError(_damaged(what, error)) from None
+
+
+def _load_saved(folder: Path, split: str, what: str) -> Any:
+    import datasets
+
+    if (folder / "dataset_dict.json").exists():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        if split not in splits:
+            raise SourceMistakeError(f"{what} has no such split; it has: {', '.join(splits)}")
+        folder /= split
+    if not json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+        raise SourceMistakeError(f"{what} holds no rows: name one that does, or leave it out")
+    return datasets.load_from_disk(str(folder))
 
 
 def reason(error: Exception) -> str:
@@ -53,6 +86,14 @@ def reason(error: Exception) -> str:
 
 def _was_saved(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("dataset_info.json", "state.json", "dataset_dict.json"))
+
+
+def _misnamed(what: str, error: Exception) -> str:
+    return f"{what} cannot be read: {reason(error)}; check its name and its split"
+
+
+def _damaged(what: str, error: Exception) -> str:
+    return f"{what} cannot be read: {reason(error)}; is it whole? Copy it or save it again"
 
 
 def _reached(name: str, split: str, action: Callable[[], T]) -> T:
@@ -66,9 +107,7 @@ def _reached(name: str, split: str, action: Callable[[], T]) -> T:
             f"{what} is not on the hub, or is not for everyone: check its name, log in with `hf auth login`"
         ) from None
     except (FileNotFoundError, ValueError, KeyError) as error:
-        raise SourceMistakeError(
-            f"{what} cannot be read: {reason(error)}; check its name and its split"
-        ) from None
+        raise SourceMistakeError(_misnamed(what, error)) from None
     except TimeoutError:
         raise SourceError(
             f"{what} did not answer within {OPEN_SECONDS:.0f} s: is there a network on this node? Download it where "

@@ -80,3 +80,41 @@ def test_a_hub_that_does_not_answer_is_given_up(
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     with pytest.raises(SourceError, match=r"Couldn't reach 'org/none'.*is the name right"):
         prepare(config_of(make_config, "org/none", "other"), show=False)
+
+
+def saved(folder: Path, **splits: list[str]) -> Path:
+    """What ``save_to_disk`` writes of a dataset with these splits; of one alone that is named ``alone``."""
+    import datasets
+
+    tables = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    tables.get("alone", datasets.DatasetDict(tables)).save_to_disk(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("splits", [{"alone": []}, {"train": [], "test": ["a"]}], ids=str)
+def test_a_saved_dataset_without_rows_is_a_mistake(
+    tmp_path: Path, make_config: MakeConfig, splits: dict[str, list[str]]
+) -> None:
+    folder = saved(tmp_path / "saved", **splits)
+    with pytest.raises(SourceMistakeError, match=r"saved' \(split 'train'\) holds no rows") as told:
+        prepare(config_of(make_config, folder), show=False)
+    assert "network" not in str(told.value)
+
+
+def test_a_saved_dataset_says_which_splits_it_has(tmp_path: Path, make_config: MakeConfig) -> None:
+    folder = saved(tmp_path / "saved", one=["a"], two=["b"])
+    with pytest.raises(SourceMistakeError, match=r"'train'\) has no such split; it has: one, two"):
+        prepare(config_of(make_config, folder), show=False)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.5, 0.99])
+def test_a_saved_dataset_that_was_cut_is_a_failure_of_its_file(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, share: float
+) -> None:
+    folder = saved(tmp_path / "saved", alone=kit.make_texts(300))
+    [file] = folder.glob("*.arrow")
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
+    with pytest.raises(SourceError, match=r"saved'.* cannot be read: .*is it whole") as told:
+        prepare(config_of(make_config, folder), show=False)
+    assert not isinstance(told.value, SourceMistakeError)
+    assert "network" not in str(told.value)
