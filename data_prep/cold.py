@@ -6,32 +6,28 @@ sequences; a skippable frame with the frame offsets. Every standard zstd tool ca
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import xxhash
 import zstandard
 from numpy.typing import NDArray
 
 from data_prep.errors import ShardError
-from data_prep.manifest import Manifest, ShardEntry
-from data_prep.shards import (
-    HEADER_BYTES,
-    MAGIC,
-    ShardHeader,
-    checksum_of,
-    map_tokens,
-    parse_header,
-    read_header,
-)
+from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
+from data_prep.shards import HEADER_BYTES, MAGIC, ShardHeader, map_tokens, parse_header, read_header
 
 COLD_SUFFIX = ".zst"
 _SKIPPABLE = struct.Struct("<II")
 _TAIL = struct.Struct("<QQ8s")  # rows per frame, offset of the table, magic
 _SKIPPABLE_MAGIC = 0x184D2A50
 _FRAME_BYTES = 1 << 20
+_Pieces = Iterator[NDArray[np.unsignedinteger]]
 _REMEDY = "copy it again, or prepare again with --restart"
 
 
@@ -39,73 +35,125 @@ def compress_split(split_dir: Path, *, level: int = 3) -> Manifest:
     """Replace every shard of a split by its cold form and say so in the manifest (written last).
 
     Interrupted, it goes on when run again: a shard is removed only after the new manifest stands.
+
+    Raises:
+        ShardError: a shard is damaged; nothing was replaced.
     """
-    manifest = Manifest.read(split_dir)
-    shards = []
-    for entry in manifest.shards:
-        if entry.compressed:
-            shards.append(entry)
-            continue
-        _compress(split_dir / entry.name, split_dir / (entry.name + COLD_SUFFIX), level)
-        shards.append(entry.model_copy(update={"name": entry.name + COLD_SUFFIX, "compressed": True}))
-    return _replace(split_dir, manifest, shards)
+    return _convert(split_dir, True, lambda source, target, entry: _compress(source, target, entry, level))
 
 
 def expand_split(split_dir: Path) -> Manifest:
-    """The reverse: plain shards with the bytes they had, checked against their checksums."""
-    manifest = Manifest.read(split_dir)
-    shards = []
-    for entry in manifest.shards:
-        if not entry.compressed:
-            shards.append(entry)
-            continue
-        plain = split_dir / entry.name.removesuffix(COLD_SUFFIX)
-        _expand(split_dir / entry.name, plain)
-        shards.append(entry.model_copy(update={"name": plain.name, "compressed": False}))
-    return _replace(split_dir, manifest, shards)
+    """The reverse: plain shards with the bytes they had, checked against their checksums.
+
+    Raises:
+        ShardError: a shard is damaged; nothing was replaced.
+    """
+    return _convert(split_dir, False, _expand)
 
 
-def _replace(split_dir: Path, old: Manifest, shards: list[ShardEntry]) -> Manifest:
-    new = old.model_copy(update={"shards": shards})
-    new.write(split_dir)
-    for entry in {s.name for s in old.shards} - {s.name for s in shards}:
-        (split_dir / entry).unlink(missing_ok=True)
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file written beside ``path``, which takes that name once all of it is on the disk; after a failure it is gone.
+
+    Raises:
+        OSError: names ``path``.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with naming(path):
+            with part.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError that says no file (a write to a full disk) say ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def _convert(split_dir: Path, compressed: bool, write: Callable[[Path, Path, ShardEntry], None]) -> Manifest:
+    old = Manifest.read(split_dir)
+    new = old.model_copy(update={"shards": [_in_form(entry, compressed) for entry in old.shards]})
+    written: list[Path] = []
+    try:
+        for entry, wanted in zip(old.shards, new.shards, strict=True):
+            if entry != wanted:
+                write(split_dir / entry.name, split_dir / wanted.name, entry)
+                written.append(split_dir / wanted.name)
+        if written:
+            with naming(split_dir / MANIFEST_NAME):
+                new.write(split_dir)
+    except BaseException:
+        _remove_unnamed(written, Manifest.read(split_dir))
+        raise
+    _remove_unnamed([split_dir / entry.name for entry in old.shards], new)
     return new
 
 
-def _compress(source: Path, target: Path, level: int) -> None:
+def _in_form(entry: ShardEntry, compressed: bool) -> ShardEntry:
+    name = entry.name.removesuffix(COLD_SUFFIX) + (COLD_SUFFIX if compressed else "")
+    return entry.model_copy(update={"name": name, "compressed": compressed})
+
+
+def _remove_unnamed(paths: list[Path], manifest: Manifest) -> None:
+    named = {entry.name for entry in manifest.shards}
+    for path in paths:
+        if path.name not in named:
+            path.unlink(missing_ok=True)
+
+
+def _compress(source: Path, target: Path, entry: ShardEntry, level: int) -> None:
     header = read_header(source)
     rows = map_tokens(source, header)
     per_frame = _rows_per_frame(header)
     packer = zstandard.ZstdCompressor(level=level, write_checksum=True)
-    part = target.with_name(target.name + ".part")
     offsets = []
-    with part.open("wb") as file:
+    with new_file(target) as file:
         file.write(_SKIPPABLE.pack(_SKIPPABLE_MAGIC, HEADER_BYTES) + header.pack())
-        for start in range(0, header.num_sequences, per_frame):
+        frames = (rows[start : start + per_frame] for start in range(0, header.num_sequences, per_frame))
+        for frame in _checked(source, entry, header, frames):
             offsets.append(file.tell())
-            file.write(packer.compress(np.ascontiguousarray(rows[start : start + per_frame]).tobytes()))
+            file.write(packer.compress(frame.tobytes()))
         table_at = file.tell()
         table = np.asarray([*offsets, table_at], "<u8").tobytes() + _TAIL.pack(per_frame, table_at, MAGIC)
         file.write(_SKIPPABLE.pack(_SKIPPABLE_MAGIC, len(table)) + table)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(target)
 
 
-def _expand(source: Path, target: Path) -> None:
+def _expand(source: Path, target: Path, entry: ShardEntry) -> None:
     header, pieces = open_cold(source)
-    part = target.with_name(target.name + ".part")
-    with part.open("wb") as file:
+    with new_file(target) as file:
         file.write(header.pack())
-        for piece in pieces:
+        for piece in _checked(source, entry, header, pieces):
             file.write(piece.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    if checksum_of(part) != header.checksum:
-        part.unlink()
-        raise ShardError(f"{source} is damaged: what it expands to does not fit its checksum")
-    part.replace(target)
+
+
+def _checked(path: Path, entry: ShardEntry, header: ShardHeader, pieces: _Pieces) -> _Pieces:
+    """The pieces of a shard, one after the other.
+
+    Raises:
+        ShardError: it is not its manifest's (before the first), or its ids do not fit the checksum (after the last).
+    """
+    if (f"{header.checksum:016x}", header.num_sequences) != (entry.checksum, entry.num_sequences):
+        raise ShardError(f"{path} does not belong to its manifest; {_REMEDY}. No shard was replaced")
+    digest = xxhash.xxh64()
+    for piece in pieces:
+        digest.update(np.ascontiguousarray(piece).view(np.uint8).data)
+        yield piece
+    if digest.intdigest() != header.checksum:
+        raise ShardError(
+            f"{path} is damaged: its tokens do not fit their checksum; {_REMEDY}. No shard was replaced"
+        )
 
 
 def open_cold(path: Path) -> tuple[ShardHeader, Iterator[NDArray[np.unsignedinteger]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from calm_scale.config import RunConfig
 from data_prep import cold
-from data_prep.cold import compress_split
+from data_prep.cold import compress_split, expand_split
 from data_prep.errors import ShardError
 from data_prep.manifest import Manifest
 from data_prep.pipeline import prepare
@@ -70,3 +72,53 @@ def test_a_frame_of_another_size_is_found(split: Path, monkeypatch: pytest.Monke
     assert any(shard.name in problem for problem in verify_split(split).problems)
     with pytest.raises(ShardError, match=r"is damaged \(frame 0"):
         ShardDataset(split, 64)[0]
+
+
+def shards_of(split: Path) -> dict[str, bytes]:
+    """Every file of a split but its manifest."""
+    return {path.name: path.read_bytes() for path in split.iterdir() if path.name != "manifest.json"}
+
+
+@pytest.mark.parametrize("turn", [compress_split, expand_split])
+def test_a_damaged_shard_is_not_replaced(split: Path, turn: Callable[[Path], Manifest]) -> None:
+    if turn is expand_split:
+        compress_split(split)
+    manifest = Manifest.read(split)
+    shard = split / manifest.shards[2].name
+    data = bytearray(shard.read_bytes())
+    data[-200 if turn is expand_split else -20] ^= 1
+    shard.write_bytes(data)
+    before = shards_of(split)
+    with pytest.raises(ShardError, match=f"{shard.name} is damaged"):
+        turn(split)
+    assert shards_of(split) == before
+    assert Manifest.read(split) == manifest
+
+
+def test_a_shard_of_another_split_is_not_compressed(split: Path) -> None:
+    first, second = (split / entry.name for entry in Manifest.read(split).shards[:2])
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ShardError, match=f"{second.name} does not belong to its manifest"):
+        compress_split(split)
+    assert not list(split.glob("*.zst"))
+
+
+@pytest.mark.parametrize("turn", [compress_split, expand_split])
+def test_a_full_disk_names_the_file_and_leaves_no_part(
+    split: Path, monkeypatch: pytest.MonkeyPatch, turn: Callable[[Path], Manifest]
+) -> None:
+    if turn is expand_split:
+        compress_split(split)
+    before = shards_of(split)
+    synced: list[int] = []
+
+    def fill(number: int) -> None:
+        synced.append(number)
+        if len(synced) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(OSError, match="No space") as raised:
+        turn(split)
+    assert Path(raised.value.filename).parent == split
+    assert shards_of(split) == before
