@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from data_prep.errors import ShardError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
-from data_prep.shards import HEADER_BYTES, MAGIC, ShardHeader, map_tokens, parse_header, read_header
+from data_prep.shards import HEADER_BYTES, MAGIC, SUFFIX, ShardHeader, map_tokens, parse_header, read_header
 
 COLD_SUFFIX = ".zst"
 _SKIPPABLE = struct.Struct("<II")
@@ -34,7 +34,8 @@ _REMEDY = "copy it again, or prepare again with --restart"
 def compress_split(split_dir: Path, *, level: int = 3) -> Manifest:
     """Replace every shard of a split by its cold form and say so in the manifest (written last).
 
-    Interrupted, it goes on when run again: a shard is removed only after the new manifest stands.
+    Interrupted, it goes on when run again: a shard is removed only after the new manifest stands, and one that no
+    manifest names is removed then.
 
     Raises:
         ShardError: a shard is damaged; nothing was replaced.
@@ -91,13 +92,16 @@ def _convert(split_dir: Path, compressed: bool, write: Callable[[Path, Path, Sha
             if entry != wanted:
                 write(split_dir / entry.name, split_dir / wanted.name, entry)
                 written.append(split_dir / wanted.name)
+            elif (split_dir / _in_form(entry, not compressed).name).exists():
+                _refuse_damaged(split_dir / entry.name, entry)  # the other form may be the only good one
         if written:
             with naming(split_dir / MANIFEST_NAME):
                 new.write(split_dir)
     except BaseException:
         _remove_unnamed(written, Manifest.read(split_dir))
         raise
-    _remove_unnamed([split_dir / entry.name for entry in old.shards], new)
+    patterns = (f"*{SUFFIX}", f"*{SUFFIX}{COLD_SUFFIX}", "*.part")
+    _remove_unnamed([path for pattern in patterns for path in split_dir.glob(pattern)], new)
     return new
 
 
@@ -136,6 +140,16 @@ def _expand(source: Path, target: Path, entry: ShardEntry) -> None:
         file.write(header.pack())
         for piece in _checked(source, entry, header, pieces):
             file.write(piece.tobytes())
+
+
+def _refuse_damaged(path: Path, entry: ShardEntry) -> None:
+    if entry.compressed:
+        header, pieces = open_cold(path)
+    else:
+        header = read_header(path)
+        pieces = iter(map_tokens(path, header))
+    for _ in _checked(path, entry, header, pieces):
+        pass
 
 
 def _checked(path: Path, entry: ShardEntry, header: ShardHeader, pieces: _Pieces) -> _Pieces:

@@ -122,3 +122,42 @@ def test_a_full_disk_names_the_file_and_leaves_no_part(
         turn(split)
     assert Path(raised.value.filename).parent == split
     assert shards_of(split) == before
+
+
+def names_of(split: Path) -> list[str]:
+    """The files of a split but its manifest."""
+    return sorted(shards_of(split))
+
+
+@pytest.mark.parametrize("again", [compress_split, expand_split])
+def test_what_an_end_before_the_removal_left_is_removed_by_the_next_call(
+    split: Path, monkeypatch: pytest.MonkeyPatch, again: Callable[[Path], Manifest]
+) -> None:
+    plain = names_of(split)
+
+    def die(path: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", die)
+        with pytest.raises(KeyboardInterrupt):
+            compress_split(split)
+    (split / "000000-000000.shard.zst.part").write_bytes(b"cut")
+    assert set(plain) < set(names_of(split))
+    manifest = again(split)
+    assert names_of(split) == sorted(entry.name for entry in manifest.shards)
+    assert verify_split(split).ok
+
+
+def test_a_shard_beside_a_damaged_one_is_kept(split: Path) -> None:
+    shard = split / Manifest.read(split).shards[0].name
+    plain = shard.read_bytes()
+    compress_split(split)
+    shard.write_bytes(plain)
+    compressed = shard.with_name(shard.name + ".zst")
+    data = bytearray(compressed.read_bytes())
+    data[-200] ^= 1
+    compressed.write_bytes(data)
+    with pytest.raises(ShardError, match=f"{compressed.name} is damaged"):
+        compress_split(split)
+    assert shard.read_bytes() == plain
