@@ -38,6 +38,7 @@ def compress_split(split_dir: Path, *, level: int = 3) -> Manifest:
     manifest names is removed then.
 
     Raises:
+        PrepMistakeError: another command is writing the data folder.
         ShardError: a shard is damaged; nothing was replaced.
     """
     return _convert(split_dir, True, lambda source, target, entry: _compress(source, target, entry, level))
@@ -47,6 +48,7 @@ def expand_split(split_dir: Path) -> Manifest:
     """The reverse: plain shards with the bytes they had, checked against their checksums.
 
     Raises:
+        PrepMistakeError: another command is writing the data folder.
         ShardError: a shard is damaged; nothing was replaced.
     """
     return _convert(split_dir, False, _expand)
@@ -84,24 +86,28 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _convert(split_dir: Path, compressed: bool, write: Callable[[Path, Path, ShardEntry], None]) -> Manifest:
-    old = Manifest.read(split_dir)
-    new = old.model_copy(update={"shards": [_in_form(entry, compressed) for entry in old.shards]})
-    written: list[Path] = []
-    try:
-        for entry, wanted in zip(old.shards, new.shards, strict=True):
-            if entry != wanted:
-                write(split_dir / entry.name, split_dir / wanted.name, entry)
-                written.append(split_dir / wanted.name)
-            elif (split_dir / _in_form(entry, not compressed).name).exists():
-                _refuse_damaged(split_dir / entry.name, entry)  # the other form may be the only good one
-        if written:
-            with naming(split_dir / MANIFEST_NAME):
-                new.write(split_dir)
-    except BaseException:
-        _remove_unnamed(written, Manifest.read(split_dir))
-        raise
-    patterns = (f"*{SUFFIX}", f"*{SUFFIX}{COLD_SUFFIX}", "*.part")
-    _remove_unnamed([path for pattern in patterns for path in split_dir.glob(pattern)], new)
+    from data_prep.journal import FolderLock  # slow to import, and no reader of shards needs it
+
+    Manifest.read(split_dir)  # a folder that is no split gets no lock
+    with FolderLock(split_dir.resolve().parent):
+        old = Manifest.read(split_dir)
+        new = old.model_copy(update={"shards": [_in_form(entry, compressed) for entry in old.shards]})
+        written: list[Path] = []
+        try:
+            for entry, wanted in zip(old.shards, new.shards, strict=True):
+                if entry != wanted:
+                    write(split_dir / entry.name, split_dir / wanted.name, entry)
+                    written.append(split_dir / wanted.name)
+                elif (split_dir / _in_form(entry, not compressed).name).exists():
+                    _refuse_damaged(split_dir / entry.name, entry)  # the other form may be the only good one
+            if written:
+                with naming(split_dir / MANIFEST_NAME):
+                    new.write(split_dir)
+        except BaseException:
+            _remove_unnamed(written, Manifest.read(split_dir))
+            raise
+        patterns = (f"*{SUFFIX}", f"*{SUFFIX}{COLD_SUFFIX}", "*.part")
+        _remove_unnamed([path for pattern in patterns for path in split_dir.glob(pattern)], new)
     return new
 
 

@@ -14,7 +14,8 @@ import pytest
 from calm_scale.config import RunConfig
 from data_prep import cold
 from data_prep.cold import compress_split, expand_split
-from data_prep.errors import ShardError
+from data_prep.errors import PrepMistakeError, ShardError
+from data_prep.journal import FolderLock
 from data_prep.manifest import Manifest
 from data_prep.pipeline import prepare
 from data_prep.reading import ShardDataset
@@ -161,3 +162,23 @@ def test_a_shard_beside_a_damaged_one_is_kept(split: Path) -> None:
     with pytest.raises(ShardError, match=f"{compressed.name} is damaged"):
         compress_split(split)
     assert shard.read_bytes() == plain
+
+
+@pytest.mark.parametrize("turn", [compress_split, expand_split])
+def test_nothing_is_compressed_or_expanded_while_another_command_writes(
+    split: Path, turn: Callable[[Path], Manifest]
+) -> None:
+    if turn is expand_split:
+        compress_split(split)
+    before = shards_of(split)
+    with FolderLock(split.parent), pytest.raises(PrepMistakeError, match=f"process {os.getpid()} on "):
+        turn(split)
+    assert shards_of(split) == before
+    turn(split)
+    assert verify_split(split).ok
+
+
+def test_a_folder_without_a_split_gets_no_lock(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="is missing"):
+        compress_split(tmp_path / "none/train")
+    assert not (tmp_path / "none").exists()
