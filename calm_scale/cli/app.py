@@ -72,9 +72,10 @@ def main() -> None:
             raise
         _complain(CalmScaleError(f"{error.filename2 or error.filename}: {error.strerror}"))
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("\ncalm-scale: interrupted\n")
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == 130:  # what typer makes of Ctrl-C, without a word
+            sys.stderr.write("calm-scale: interrupted\n")
+        raise
 
 
 def _write_plainly_under_mpirun() -> None:

@@ -152,3 +152,14 @@ def test_looking_into_shards(prep: Prep, document: Path, tmp_path: Path) -> None
         code, said = prep(*arguments)
         assert code == 1, arguments
         assert arguments[0] == "verify" or shard.name in said
+
+
+def test_an_interrupted_prep_says_so(prep: Prep, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data_prep.worker.Worker.run", interrupt)
+    code, said = prep(document)
+    assert (code, said) == (130, "calm-scale: interrupted")
+    log = (document.parent / "run/data/prep.log.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["error"] == "KeyboardInterrupt"
