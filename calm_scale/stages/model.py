@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.diff import resume_diff
 from calm_scale.checkpoint.inventory import find, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
@@ -17,6 +20,19 @@ from calm_scale.stages.lm import frozen_autoencoder
 if TYPE_CHECKING:
     from calm_scale.lm.patch_model import MegatronPatchModel
     from data_prep.tokenizer import Tokenizer
+
+# What makes the weights of a checkpoint the model that was trained. The autoencoder and the tokenizer are known by
+# their fingerprints; `positions` only bounds what is read at once, `sampling_steps` how a sampler walks.
+_OF_THE_MODEL = ("vocab_size", "patch_size", "lm.input_mode", "lm.backbone.*", "lm.head.*")
+_NOT_OF_THE_MODEL = (
+    "lm.backbone.positions",
+    "lm.backbone.init_std",
+    "lm.head.num_samples",
+    "lm.head.num_posterior",
+    "lm.head.alpha",
+    "lm.head.num_repeats",
+    "lm.head.sampling_steps",
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,8 @@ def open_model(
         tokenizer: what will make and read its ids.
 
     Raises:
-        ConfigError: the ranks do not make whole models, the model does not split so, or another tokenizer.
+        ConfigError: the ranks do not make whole models, the model does not split so, another tokenizer, or the
+            document describes another model than the checkpoint's.
         NothingToResumeError: no such checkpoint.
         CalmScaleError: it is damaged, or the autoencoder is not the one it was trained against.
     """
@@ -69,6 +86,7 @@ def open_model(
     entry = verify(find(config.workdir / "lm", step).path)
     if entry.state != "complete" or entry.card is None:
         raise CalmScaleError(f"{entry.path}: {entry.state}: {entry.reason}; name another step with --step")
+    refuse_other_model(config, entry.card, entry.path)
     if tokenizer is not None:
         refuse_other_tokenizer(tokenizer, entry.card, config.tokenizer_path)
     codec = None
@@ -82,6 +100,46 @@ def open_model(
             )
     model = load_patch_model(config, entry.path / SHARDS, world, codec, tensor=tensor)
     return OpenModel(model, entry.card)
+
+
+def refuse_other_model(config: RunConfig, card: Card, path: Path) -> None:
+    """Raises ConfigError where ``config`` would build another function from the weights in ``path`` than was trained.
+
+    A setting that the card does not know, because an earlier version wrote it, is taken from ``config``.
+    """
+    trained = card.model_copy(update={"config": _with_defaults(card.config)})
+    changes = resume_diff(trained, _with_defaults(config.model_dump(mode="json")), "lm").changes
+    wrong = [
+        f"  {change.field}: trained with {change.old!r}, now {change.new!r}"
+        for change in changes
+        if change.old is not None and _decides_the_model(change.field)
+    ]
+    if wrong:
+        lines = "\n".join(wrong)
+        raise ConfigError(
+            f"{path}: the configuration describes another model than the one trained there:\n{lines}\n"
+            "give these settings the run's values"
+        )
+
+
+def _decides_the_model(field: str) -> bool:
+    if any(fnmatchcase(field, pattern) for pattern in _NOT_OF_THE_MODEL):
+        return False
+    return any(fnmatchcase(field, pattern) for pattern in _OF_THE_MODEL)
+
+
+def _with_defaults(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The resolved document with the numbers that a null stands for in ``lm``: writing them out is no change."""
+    section = document.get("lm")
+    if not isinstance(section, dict) or not all(
+        isinstance(section.get(k), dict) for k in ("backbone", "head")
+    ):
+        return dict(document)
+    backbone, head = dict(section["backbone"]), dict(section["head"])
+    backbone["num_query_groups"] = backbone.get("num_query_groups") or backbone.get("num_heads")
+    if head.get("kind") != "softmax":
+        head["num_blocks"] = head.get("num_blocks") or max(1, int(backbone.get("num_layers", 0)) // 4)
+    return {**document, "lm": {**section, "backbone": backbone, "head": head}}
 
 
 def refuse_other_tokenizer(tokenizer: Tokenizer, card: Card, path: Path) -> None:
