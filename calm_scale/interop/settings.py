@@ -18,18 +18,10 @@ from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig
 from calm_scale.config.run import RunConfig
 from calm_scale.config.stored import checked, findings, read_object
+from calm_scale.interop.architecture import rope_theta, unbuildable
 from calm_scale.interop.files import InteropError
 
 CONFIG_FILE = "config.json"
-_FIXED = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "rope_scaling": None,
-    "pretraining_tp": 1,
-    "tie_word_embeddings": False,
-}
 _IDS = {"bos_token_id": 128_000, "eos_token_id": 128_001, "pad_token_id": 128_256}
 
 
@@ -41,8 +33,7 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_FILE
     raw = read_object(path, remedy="a published folder has one", raises=InteropError)
-    wrong = [f"{k} {raw[k]!r} (must be {v!r})" for k, v in _FIXED.items() if k in raw and raw[k] != v]
-    if wrong:
+    if wrong := unbuildable(raw):
         raise InteropError(f"{path} describes a model this release cannot build: " + ", ".join(wrong))
     return raw
 
@@ -111,7 +102,7 @@ def language_model_sections(
             num_heads=raw["num_attention_heads"],
             num_query_groups=raw.get("num_key_value_heads"),
             positions=raw.get("max_position_embeddings", 2048),
-            rope_theta=raw.get("rope_theta", 10_000.0),
+            rope_theta=rope_theta(raw),
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             init_std=raw.get("initializer_range", 0.02),
         )
@@ -230,4 +221,4 @@ class _explained:  # noqa: N801 - reads as a word in `with _explained(...)`
             raise InteropError(f"{self.where} lacks {error} of a published {self.what}") from None
         if isinstance(error, TypeError | ValueError):
             why = findings(error) if isinstance(error, ValidationError) else str(error)
-            raise InteropError(f"{self.where} is not a {self.what} we can build: {why}") from None
+            raise InteropError(f"{self.where} is no {self.what} we can build: {why}") from None
