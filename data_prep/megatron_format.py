@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from calm_scale.config.data import PrepConfig, TokenizerConfig
+from calm_scale.config.wording import counted
 from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
 from data_prep.journal import FolderLock
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry, SourceEntry, TokenCounts
@@ -28,6 +29,7 @@ from data_prep.tails import filler_id
 from data_prep.tokenizer import Tokenizer
 
 _MAGIC = b"MMIDIDX\x00\x00"
+_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
 _TYPES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _BATCH_TOKENS = 4 << 20
 PADDING_UNKNOWN = "padding_counts_as_text"
@@ -52,7 +54,8 @@ def open_megatron(prefix: Path) -> MegatronIndex:
     """Open ``prefix.bin`` and ``prefix.idx``.
 
     Raises:
-        ShardError: one is missing, of another format, or the .bin is shorter or longer than the index says.
+        ShardError: one is missing, of another format, the .bin is shorter or longer than the index says, or the
+            index says what cannot be.
     """
     index_path, data_path = (prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin"))
     try:
@@ -60,19 +63,59 @@ def open_megatron(prefix: Path) -> MegatronIndex:
         size = data_path.stat().st_size
     except OSError as error:
         raise ShardMistakeError(f"{error.filename}: {error.strerror}") from None
-    if raw[:9] != _MAGIC or struct.unpack_from("<Q", raw, 9)[0] != 1 or raw[17] not in _TYPES:
-        raise ShardMistakeError(f"{index_path} is no Megatron index of version 1 with integer ids")
-    dtype = np.dtype(_TYPES[raw[17]])
-    num_sequences, num_bounds = struct.unpack_from("<QQ", raw, 18)
-    if len(raw) < 34 + 12 * num_sequences + 8 * num_bounds:
-        raise ShardError(f"{index_path} is truncated")
-    lengths = np.frombuffer(raw, "<i4", num_sequences, 34)
-    bounds = np.frombuffer(raw, "<i8", num_bounds, 34 + 12 * num_sequences)
+    dtype, lengths, bounds = _parse_index(raw, index_path)
     stated = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     if size != stated:
         raise ShardError(f"{data_path} has {size} bytes, its index says {stated}: it is truncated or foreign")
     tokens = np.memmap(data_path, dtype, "r") if size else np.empty(0, dtype)
     return MegatronIndex(tokens, lengths, bounds)
+
+
+def _parse_index(raw: bytes, path: Path) -> tuple[np.dtype[np.integer], NDArray[np.int32], NDArray[np.int64]]:
+    """Type of the ids, lengths and document bounds in the bytes of an ``.idx``; ``path`` is for the messages.
+
+    Raises:
+        ShardError: of another format, truncated, or of sequences or documents that cannot be.
+    """
+    if raw[: len(_MAGIC)] != _MAGIC:
+        raise ShardMistakeError(f"{path} is no Megatron index; name the pair without .bin or .idx")
+    if len(raw) < _HEAD.size:
+        raise ShardError(f"{path} is truncated: {len(raw)} bytes, its head has {_HEAD.size}; copy it again")
+    _, version, code, num_sequences, num_bounds = _HEAD.unpack_from(raw)
+    if version != 1 or code not in _TYPES:
+        raise ShardMistakeError(
+            f"{path} is no Megatron index of version 1 with integer ids (version {version}, type code {code})"
+        )
+    if len(raw) < (need := _HEAD.size + 12 * num_sequences + 8 * num_bounds):
+        raise ShardError(f"{path} is truncated: {len(raw)} bytes, its head says {need}; copy it again")
+    lengths = np.frombuffer(raw, "<i4", num_sequences, _HEAD.size)
+    starts = np.frombuffer(raw, "<i8", num_sequences, _HEAD.size + 4 * num_sequences)
+    bounds = np.frombuffer(raw, "<i8", num_bounds, _HEAD.size + 12 * num_sequences)
+    dtype = np.dtype(_TYPES[code])
+    if problem := _problem_of(lengths, starts, bounds, dtype.itemsize):
+        raise ShardError(f"{path}: {problem}: the index is damaged or unfinished; write the pair again")
+    return dtype, lengths, bounds
+
+
+def _problem_of(
+    lengths: NDArray[np.int32], starts: NDArray[np.int64], bounds: NDArray[np.int64], itemsize: int
+) -> str:
+    """What cannot be in an index, or nothing; ``starts`` is the first byte of every sequence."""
+    if (lengths < 0).any():
+        at = int((lengths < 0).argmax())
+        return f"sequence {at} has a length of {lengths[at]}"
+    wrong = starts != (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
+    if wrong.any():
+        return f"sequence {int(wrong.argmax())} does not begin where the one before it ends"
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(lengths):
+        found = f"{bounds[0]} to {bounds[-1]}" if len(bounds) else "none"
+        return (
+            f"its document bounds must go from 0 to its {counted(len(lengths), 'sequence')} and are {found}"
+        )
+    if (np.diff(bounds) < 0).any():
+        at = int((np.diff(bounds) < 0).argmax())
+        return f"document {at} begins at sequence {bounds[at]} and ends before, at {bounds[at + 1]}"
+    return ""
 
 
 def write_megatron(
@@ -81,7 +124,7 @@ def write_megatron(
     """Write ``prefix.idx`` for a ``prefix.bin`` of ids of ``dtype``."""
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) * dtype.itemsize
-    head = _MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds))
+    head = _HEAD.pack(_MAGIC, 1, code, len(lengths), len(bounds))
     path = prefix.with_name(prefix.name + ".idx")
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:

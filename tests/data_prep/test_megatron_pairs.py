@@ -1,0 +1,81 @@
+"""Megatron pairs that are damaged or misnamed: refused with a reason, and nothing is written."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calm_scale.config import RunConfig
+from data_prep.errors import ShardError
+from data_prep.megatron_format import import_megatron, open_megatron, write_megatron
+from data_prep.tokenizer import load_tokenizer
+
+Import = Callable[[Path], object]
+
+
+@pytest.fixture
+def import_pair(tmp_path: Path, make_config: Callable[..., RunConfig]) -> Import:
+    """``import_pair(prefix)`` imports it into ``tmp_path/back``."""
+    config = make_config(tmp_path, sequence_length=8)
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
+    assert config.prep is not None
+    prep = config.prep
+    return lambda prefix: import_megatron(prefix, tmp_path / "back", tokenizer, prep, vocab_size=400)
+
+
+def write_pair(prefix: Path, lengths: list[int], bounds: list[int]) -> Path:
+    """A pair of 32 ids, whatever its index says."""
+    np.arange(32, dtype="<u2").tofile(prefix.with_suffix(".bin"))
+    write_megatron(prefix, np.dtype("<u2"), np.array(lengths, np.int32), np.array(bounds, np.int64))
+    return prefix
+
+
+@pytest.mark.parametrize("bounds", [[0, 2], [0, 1, 2], [0, 0, 2, 2]])
+def test_whole_pairs_are_read(tmp_path: Path, import_pair: Import, bounds: list[int]) -> None:
+    import_pair(write_pair(tmp_path / "pair", [8, 24], bounds))
+    assert (tmp_path / "back/train/manifest.json").exists()
+
+
+ODD = {
+    "a bound beyond the end": ([8, 24], [0, 1, 9], "must go from 0 to its 2 sequences and are 0 to 9"),
+    "the last sequence in no document": ([8, 24], [0, 1], "and are 0 to 1"),
+    "the first sequence in no document": ([8, 24], [1, 2], "and are 1 to 2"),
+    "no bounds": ([8, 24], [], "and are none"),
+    "decreasing bounds": ([8, 24], [0, 2, 1, 2], "document 1 begins at sequence 2 and ends before, at 1"),
+    "a negative bound": ([8, 24], [0, -1, 2], "document 0 begins at sequence 0 and ends before, at -1"),
+    "a negative length": ([40, -8], [0, 1, 2], "sequence 1 has a length of -8"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_an_index_that_cannot_be_is_refused(tmp_path: Path, import_pair: Import, case: str) -> None:
+    lengths, bounds, message = ODD[case]
+    prefix = write_pair(tmp_path / "pair", lengths, bounds)
+    with pytest.raises(ShardError, match=message) as raised:
+        import_pair(prefix)
+    assert str(raised.value).startswith(f"{prefix}.idx")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("size", [0, 5, 9, 12, 17, 20, 33, 34, 60])
+def test_a_short_index_is_refused(tmp_path: Path, import_pair: Import, size: int) -> None:
+    prefix = write_pair(tmp_path / "pair", [8, 24], [0, 1, 2])
+    index = prefix.with_suffix(".idx")
+    index.write_bytes(index.read_bytes()[:size])
+    with pytest.raises(ShardError, match=r"pair\.idx is (truncated|no Megatron index)"):
+        import_pair(prefix)
+    assert not (tmp_path / "back").exists()
+
+
+def test_sequences_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "pair", [8, 24], [0, 1, 2])
+    index = prefix.with_suffix(".idx")
+    data = bytearray(index.read_bytes())
+    struct.pack_into("<q", data, 34 + 8 + 8, 2)  # the second sequence begins inside the first
+    index.write_bytes(data)
+    with pytest.raises(ShardError, match="sequence 1 does not begin where the one before it ends"):
+        open_megatron(prefix)
