@@ -7,7 +7,6 @@ lengths, int64 byte offsets, int64 document bounds. ``.bin``: the ids, one seque
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,14 @@ from numpy.typing import NDArray
 
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from calm_scale.config.wording import counted
+from data_prep.cold import naming, new_file
 from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
 from data_prep.journal import FolderLock
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry, SourceEntry, TokenCounts
 from data_prep.megatron_counts import PairCounts, Tally, counts_of
-from data_prep.packing import build_packer
+from data_prep.packing import Packer, build_packer
 from data_prep.reading import ShardDataset
-from data_prep.shards import SUFFIX, ShardWriter, token_dtype
+from data_prep.shards import SUFFIX, ShardHeader, ShardWriter, token_dtype
 from data_prep.tails import filler_id
 from data_prep.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ def open_megatron(prefix: Path) -> MegatronIndex:
         ShardError: one is missing, of another format, the .bin is shorter or longer than the index says, or the
             index says what cannot be.
     """
-    index_path, data_path = (prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin"))
+    index_path, data_path = _beside(prefix, ".idx"), _beside(prefix, ".bin")
     try:
         raw = index_path.read_bytes()
         size = data_path.stat().st_size
@@ -69,6 +69,17 @@ def open_megatron(prefix: Path) -> MegatronIndex:
         raise ShardError(f"{data_path} has {size} bytes, its index says {stated}: it is truncated or foreign")
     tokens = np.memmap(data_path, dtype, "r") if size else np.empty(0, dtype)
     return MegatronIndex(tokens, lengths, bounds)
+
+
+def _beside(prefix: Path, suffix: str) -> Path:
+    """``prefix`` with ``suffix`` after its name.
+
+    Raises:
+        ShardMistakeError: it has no name.
+    """
+    if prefix.name in ("", ".."):
+        raise ShardMistakeError(f"PREFIX {prefix} is a folder; add the pair's name, without .bin or .idx")
+    return prefix.with_name(prefix.name + suffix)
 
 
 def _parse_index(raw: bytes, path: Path) -> tuple[np.dtype[np.integer], NDArray[np.int32], NDArray[np.int64]]:
@@ -125,14 +136,9 @@ def write_megatron(
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) * dtype.itemsize
     head = _HEAD.pack(_MAGIC, 1, code, len(lengths), len(bounds))
-    path = prefix.with_name(prefix.name + ".idx")
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    with new_file(_beside(prefix, ".idx")) as file:
         for piece in (head, lengths.astype("<i4"), offsets.astype("<i8"), bounds.astype("<i8")):
             file.write(piece if isinstance(piece, bytes) else piece.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def export_megatron(split_dir: Path, prefix: Path) -> int:
@@ -140,26 +146,30 @@ def export_megatron(split_dir: Path, prefix: Path) -> int:
 
     A last sequence that was filled up is written without its filler. Beside the pair goes what it cannot say of itself
     (``megatron_counts``).
+
+    Raises:
+        ShardMistakeError: ``split_dir`` is no split, or ``prefix`` a folder.
+        ShardError: a shard is missing or damaged.
     """
+    data = _beside(prefix, ".bin")
+    if prefix.is_dir():
+        raise ShardMistakeError(f"PREFIX {prefix} is a folder; add a name for the pair: {prefix / 'NAME'}")
     manifest = Manifest.read(split_dir)
     dataset = ShardDataset(split_dir, manifest.sequence_length, partial=True)
     dtype = np.dtype("<u2" if manifest.dtype == "uint16" else "<i4")
-    data = prefix.with_name(prefix.name + ".bin")
     data.parent.mkdir(parents=True, exist_ok=True)
-    part = data.with_name(data.name + ".part")
     lengths = np.empty(len(dataset), np.int32)
     tally = Tally(manifest)
-    with part.open("wb") as file:
+    with new_file(data) as file:
         for i in range(len(dataset)):
-            lengths[i] = len(dataset[i])
-            stored = np.ascontiguousarray(dataset[i], dtype).tobytes()
+            sample = dataset[i]
+            lengths[i] = len(sample)
+            stored = np.ascontiguousarray(sample, dtype).tobytes()
             file.write(stored)
-            tally.add(dataset[i], stored)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(data)
-    write_megatron(prefix, dtype, lengths, np.arange(len(dataset) + 1, dtype=np.int64))
-    tally.write(prefix, lengths)
+            tally.add(sample, stored)
+        file.flush()  # a full disk ends here, before the files that belong to this one
+        write_megatron(prefix, dtype, lengths, np.arange(len(dataset) + 1, dtype=np.int64))
+        tally.write(prefix, lengths)
     return len(dataset)
 
 
@@ -201,19 +211,10 @@ def import_megatron(
                 f"{data_dir / split} holds a finished split: remove it, or import to another folder"
             )
         path = data_dir / split / f"imported-000000{SUFFIX}"
-        writer = ShardWriter(
-            path, dtype, alignment=prep.alignment, sequence_length=prep.sequence_length, max_id=vocab_size - 1
+        filled = split in prep.keep_tail
+        header, tail, filler = _write_shard(
+            path, dtype, index, offsets, packer, prep, vocab_size, filler_id(tokenizer) if filled else None
         )
-        start = 0
-        while start < len(offsets) - 1:
-            stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + _BATCH_TOKENS)) - 1)
-            ids = np.asarray(index.tokens[offsets[start] : offsets[stop]], np.uint32)
-            writer.append(packer.add(ids, offsets[start : stop + 1] - offsets[start]))
-            start = stop
-        writer.append(packer.finish())
-        filler = -int(offsets[-1] + packer.padding) % prep.sequence_length if split in prep.keep_tail else 0
-        writer.append(np.full(filler, filler_id(tokenizer), dtype))
-        header, tail = writer.close()
         if header is None:
             raise PrepMistakeError(f"{prefix} holds less than one sequence of {prep.sequence_length} tokens")
         padding = (counts.padding or 0) + packer.padding + filler
@@ -250,8 +251,51 @@ def import_megatron(
                 },
             }
         )
-        manifest.write(data_dir / split)
+        with naming(data_dir / split / MANIFEST_NAME):
+            manifest.write(data_dir / split)
     return manifest
+
+
+def _write_shard(
+    path: Path,
+    dtype: np.dtype[np.unsignedinteger],
+    index: MegatronIndex,
+    offsets: NDArray[np.int64],
+    packer: Packer,
+    prep: PrepConfig,
+    vocab_size: int,
+    filler: int | None,
+) -> tuple[ShardHeader | None, NDArray[np.unsignedinteger], int]:
+    """Pack all documents of a pair into one shard; after a failure there is nothing of it.
+
+    Args:
+        filler: the id that fills up a last sequence; None leaves that out.
+
+    Returns:
+        The shard's header (None: there was no whole sequence), the ids left out, and how many fill it up.
+    """
+    try:
+        with naming(path):
+            writer = ShardWriter(
+                path,
+                dtype,
+                alignment=prep.alignment,
+                sequence_length=prep.sequence_length,
+                max_id=vocab_size - 1,
+            )
+            start = 0
+            while start < len(offsets) - 1:
+                stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + _BATCH_TOKENS)) - 1)
+                ids = np.asarray(index.tokens[offsets[start] : offsets[stop]], np.uint32)
+                writer.append(packer.add(ids, offsets[start : stop + 1] - offsets[start]))
+                start = stop
+            writer.append(packer.finish())
+            missing = -int(offsets[-1] + packer.padding) % prep.sequence_length if filler is not None else 0
+            writer.append(np.full(missing, filler or 0, dtype))
+            return *writer.close(), missing
+    except BaseException:
+        path.with_name(path.name + ".part").unlink(missing_ok=True)
+        raise
 
 
 def _manifest_of(

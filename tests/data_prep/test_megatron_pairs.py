@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.errors import ShardError
-from data_prep.megatron_format import import_megatron, open_megatron, write_megatron
+from data_prep.errors import ShardError, ShardMistakeError
+from data_prep.megatron_format import export_megatron, import_megatron, open_megatron, write_megatron
+from data_prep.pipeline import prepare
 from data_prep.tokenizer import load_tokenizer
 
 Import = Callable[[Path], object]
@@ -79,3 +83,46 @@ def test_sequences_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> 
     index.write_bytes(data)
     with pytest.raises(ShardError, match="sequence 1 does not begin where the one before it ends"):
         open_megatron(prefix)
+
+
+@pytest.fixture
+def split(tmp_path: Path, make_config: Callable[..., RunConfig], kit: SimpleNamespace) -> Path:
+    """A small split."""
+    config = make_config(kit.write_lines(tmp_path / "in.jsonl", kit.make_texts(60)))
+    prepare(config, show=False)
+    return config.data_dir / "train"
+
+
+@pytest.mark.parametrize("prefix", [".", "..", "/", "meg", "meg/.."])
+def test_a_prefix_without_a_name_is_refused(
+    tmp_path: Path, split: Path, import_pair: Import, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    (tmp_path / "meg").mkdir()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ShardMistakeError, match=r"is a folder; add .* name"):
+        export_megatron(split, Path(prefix))
+    with pytest.raises(ShardMistakeError, match=r"is a folder; add .* name|meg\.idx: No such file"):
+        import_pair(Path(prefix))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_part(
+    tmp_path: Path, split: Path, import_pair: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(number: int) -> None:
+        raise OSError(*full.args)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space") as raised:
+        patched.setattr(os, "fsync", fill)
+        export_megatron(split, tmp_path / "out/pair")
+    assert Path(raised.value.filename).parent == tmp_path / "out"
+    assert not list((tmp_path / "out").iterdir())
+    export_megatron(split, tmp_path / "out/pair")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space") as raised:
+        patched.setattr(os, "fsync", fill)
+        import_pair(tmp_path / "out/pair")
+    assert raised.value.filename == str(tmp_path / "back/train/imported-000000.shard")
+    assert not list((tmp_path / "back/train").iterdir())
