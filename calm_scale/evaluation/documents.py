@@ -32,6 +32,7 @@ class SequenceCounts:
     """Integer sums of one sequence by segment: row s holds what lies after its s-th BOS. ``int64 [num_bos+1, 4]``.
 
     ``detached``: a document began between the sequence scored before this one and this one's first token.
+    ``draws``: patches, model draws and fall-backs that a tempered model counted for it; None from any other.
     """
 
     index: int
@@ -40,6 +41,7 @@ class SequenceCounts:
     hits: NDArray[np.int64]
     pairs: NDArray[np.int64]
     positions: NDArray[np.int64]
+    draws: tuple[int, int, int] | None = None
 
 
 def segments(tokens: Tensor, bos_id: int | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class EvaluationResult:
     """A score that can be compared: the numbers, the protocol behind them, and their sums per document.
 
-    ``protocol`` holds all that the numbers depend on; ``execution`` what they do not (ranks, batch, seconds).
+    ``protocol`` holds all that the numbers depend on; ``execution`` what they do not (ranks, batch, seconds) and what
+    they cost: of a tempered model ``draws``, that is ``patches``, model ``draws`` and ``fallbacks`` over all ranks.
     """
 
     score: BrierScore
@@ -56,7 +57,8 @@ def evaluate(
     """Scores every patch boundary of the sequences from samples of the model.
 
     Args:
-        model: any law of patches; its temperature, if it has one, is named by its ``sampler`` attribute.
+        model: any law of patches; its temperature, if it has one, is named by its ``sampler`` attribute, and its
+            draws are counted by its ``tally``.
         dataset: sequences of token ids; the last partial patch of a sequence is scored as far as it goes.
         config: the protocol.
         bos_id: begins a document (for the bootstrap); without BOS in the data a sequence is a document.
@@ -79,14 +81,17 @@ def evaluate(
         done = []
         with torch.no_grad():
             for index, tokens, sequence_grids in grids(model, dataset, mine, config):
+                before = _tally(model)
                 windows = [(g.shift, _windows(model, g, index, config, pad_id)) for g in sequence_grids]
                 detached = bos_between(dataset, indices, index, bos_id)
-                done.append(count_sequence(index, tokens, windows, bos_id, detached))
+                counted = count_sequence(index, tokens, windows, bos_id, detached)
+                done.append(replace(counted, draws=_since(before, _tally(model))))
                 if on_sequence is not None:
                     on_sequence(len(done), len(mine))
         return done
 
-    counts, documents_by = merge(gather(work, crew), config.num_samples)
+    sequences = gather(work, crew)
+    counts, documents_by = merge(sequences, config.num_samples)
     if not counts.positions.any():
         raise EvaluationError(
             f"nothing was scored: none of {len(indices)} sequences has a token that is not padding after its first "
@@ -104,6 +109,7 @@ def evaluate(
         "tensor_parallel": tensor,
         "batch_size": config.batch_size,
         "seconds": time.perf_counter() - started,
+        **_draws(sequences),
     }
     return EvaluationResult(
         score(counts, config.bootstrap, config.confidence, config.seed), counts, protocol, execution
@@ -145,6 +151,28 @@ def _tail_of(dataset: TokenBlocks) -> int:
     """Tokens behind the last sequence that the data set does not hold (prep was told to drop them); else 0."""
     tokens = getattr(getattr(dataset, "manifest", None), "tokens", None)
     return int(getattr(tokens, "tail", 0))
+
+
+def _tally(model: PatchModel) -> tuple[int, ...] | None:
+    """Patches, draws and fall-backs counted so far, by a model that counts them."""
+    tally = getattr(model, "tally", None)
+    return None if tally is None else astuple(tally)
+
+
+def _since(before: tuple[int, ...] | None, now: tuple[int, ...] | None) -> tuple[int, int, int] | None:
+    if before is None or now is None:
+        return None
+    patches, draws, fallbacks = (b - a for a, b in zip(before, now, strict=True))
+    return patches, draws, fallbacks
+
+
+def _draws(sequences: Sequence[SequenceCounts]) -> dict[str, dict[str, int]]:
+    """The sums of all sequences' draws, under ``draws``; nothing from a model that does not count them."""
+    counted = [s.draws for s in sequences if s.draws is not None]
+    if not counted:
+        return {}
+    names = ("patches", "draws", "fallbacks")
+    return {"draws": {name: sum(of) for name, of in zip(names, zip(*counted, strict=True), strict=True)}}
 
 
 def _windows(

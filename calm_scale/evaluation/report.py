@@ -116,8 +116,25 @@ def _caption(result: EvaluationResult) -> str:
         f"left out: {p['sequences_left_out']} sequences, {p['dropped_tail_tokens']} tokens of tail; "
         f"{p.get('partial_sequences', 0)} partial sequences scored as far as they go",
     ]
+    draws = result.execution.get("draws")
+    if draws and p.get("temperature") != 1:
+        lines.append(
+            f"{draws['draws']:,} draws for {draws['patches']:,} patches, {counted(draws['fallbacks'], 'fall-back')}"
+        )
     lines += [f"{name}: {value}" for name, value in p["provenance"].items()]
     return "\n".join(lines)
+
+
+def fallback_warning(result: EvaluationResult) -> str | None:
+    """What to tell about an evaluation some of whose patches were not drawn by the rule that was asked for."""
+    draws = result.execution.get("draws") or {}
+    if not draws.get("fallbacks"):
+        return None
+    return (
+        f"warning: {draws['fallbacks']:,} of {draws['patches']:,} patches fell back and are not drawn at the temperature "
+        f"asked for ({result.protocol['sampler']}); raise evaluation.num_candidates (Algorithm 2), "
+        "evaluation.draw_budget (Algorithm 1) or evaluation.temperature"
+    )
 
 
 def _percent(value: float | None) -> str:

@@ -83,7 +83,10 @@ class TemperedModel:
         if self.algorithm == "plain":
             return "plain, T = 1"
         if self.algorithm == "exact":
-            return f"Algorithm 1 (exact), T = {self.temperature:g}, budget {self.draw_budget} draws"
+            return (
+                f"Algorithm 1 (exact), T = {self.temperature:g}, budget {self.draw_budget} draws, "
+                f"then Algorithm 2 with N = {self.num_candidates}"
+            )
         continued = " (continued to non-integer 1/T)" if self._at.alpha else ""
         return f"Algorithm 2{continued}, T = {self.temperature:g}, N = {self.num_candidates}"
 

@@ -34,7 +34,7 @@ def run_evaluation(
     Under a launcher the ranks share the sequences; every ``tensor`` consecutive ones hold one model.
     """
     from calm_scale.evaluation.evaluate import evaluate
-    from calm_scale.evaluation.report import save, table
+    from calm_scale.evaluation.report import fallback_warning, save, table
     from calm_scale.evaluation.sequences import Teams
     from calm_scale.sampling.temperature import TemperedModel
 
@@ -64,6 +64,8 @@ def run_evaluation(
             console.print(table(result, title=f"BrierLM · {config.name} at step {opened.card.step}"))
             save(result, path)
             console.print(f"written to {path}", soft_wrap=True, highlight=False)
+            if warning := fallback_warning(result):
+                Console(stderr=True).print(warning, soft_wrap=True, highlight=False, markup=False)
         if stage.head.kind == "softmax":
             _exact(config, opened, dataset, crew, console, folder if world.is_first else None)
         return EXIT_OK
