@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from calm_scale.autoencoder.export import load_weights
-from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
+from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder, Decoder, Encoder
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.interop import settings
-from calm_scale.interop.files import Container, InteropError, WeightFiles, write_weights
+from calm_scale.interop.files import (
+    Container,
+    InteropError,
+    Shape,
+    WeightFiles,
+    check_depth,
+    check_shape,
+    write_weights,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,13 +47,12 @@ def import_autoencoder(folder: Path, vocab_size: int | None = None) -> Published
             are zero. None keeps what is stored.
 
     Raises:
-        InteropError: names every missing or unexpected tensor; or an output weight that is not the embedding.
+        InteropError: names every missing or unexpected tensor, or one whose shape config.json contradicts; or an
+            output weight that is not the embedding.
     """
     config, objective, stored, patch_size = settings.autoencoder_sections(settings.read(folder), folder)
     files = WeightFiles(folder)
-    return PublishedAutoencoder(
-        build(config, objective, files, "", vocab_size or stored, patch_size).model, objective, stored
-    )
+    return build(config, objective, files, "", vocab_size or stored, patch_size, {stored})
 
 
 def build(
@@ -55,23 +62,51 @@ def build(
     prefix: str,
     vocab_size: int,
     patch_size: int,
+    stored_vocab_sizes: Collection[int],
 ) -> PublishedAutoencoder:
-    """An autoencoder from the tensors under a prefix ('' or ``ae_model.``)."""
-    model = Autoencoder(config, vocab_size, patch_size)
-    wanted = {prefix + name for name, _ in model.unique_parameters()}
+    """An autoencoder from the tensors under a prefix ('' or ``ae_model.``).
+
+    Args:
+        vocab_size: V of the result; the embedding is cut or padded to it.
+        stored_vocab_sizes: numbers of rows that the stored embedding may have.
+
+    Raises:
+        InteropError: see ``import_autoencoder``.
+    """
+    check_depth(files, config.encoder_layers + config.decoder_layers)
+    shapes = {prefix + name: shape for name, shape in _shapes(config, patch_size, files.folder).items()}
     alias = prefix + TIED_ALIAS
     found = {name for name in files.names if name.startswith(prefix)}
-    check_names(files.folder, wanted, found - {alias})
+    check_names(files.folder, shapes, found - {alias})
+    for name, shape in shapes.items():
+        rows = stored_vocab_sizes if name == prefix + EMBEDDING else shape[:1]
+        check_shape(files, name, *((n, *shape[1:]) for n in rows))
+    model = Autoencoder(config, vocab_size, patch_size)
     stored = files.get(prefix + EMBEDDING)
     if alias in found and not torch.equal(files.get(alias), stored):
         raise InteropError(
             f"{files.folder}: {alias} differs from {prefix}{EMBEDDING}; the published model ties them, these "
             "weights are not from it"
         )
-    weights = {name.removeprefix(prefix): files.get(name) for name in wanted}
+    weights = {name.removeprefix(prefix): files.get(name) for name in shapes}
     weights[EMBEDDING] = resize_rows(stored, vocab_size)
     load_weights(model, weights, str(files.folder))
     return PublishedAutoencoder(model.eval().requires_grad_(False), objective, len(stored))
+
+
+def _shapes(config: AutoencoderModelConfig, patch_size: int, folder: Path) -> dict[str, Shape]:
+    """Published name → shape, at V = 1 and without the alias; no memory is taken."""
+    try:
+        with torch.device("meta"):
+            encoder = Encoder(config, 1, patch_size)
+            decoder = Decoder(config, patch_size, encoder.token_embedding)
+    except (RuntimeError, OverflowError, TypeError) as error:  # TypeError: beyond 64 bits
+        raise InteropError(
+            f"{folder}: its config.json describes an autoencoder that no memory could hold: {error}"
+        ) from None
+    halves = (("encoder.", encoder), ("decoder.", decoder))
+    shapes = {at + name: tuple(p.shape) for at, half in halves for name, p in half.named_parameters()}
+    return {name: shape for name, shape in shapes.items() if name != TIED_ALIAS}
 
 
 def export_autoencoder(

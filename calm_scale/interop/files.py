@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Container = Literal["safetensors", "bin"]
+Shape: TypeAlias = "tuple[int, ...]"
 _BYTES_OF_A_MAPPING = 1 << 29
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STEMS: dict[Container, str] = {"safetensors": "model", "bin": "pytorch_model"}
@@ -82,6 +83,22 @@ class WeightFiles:
             self._mapped = None
             self._mapped, self._given_out = (path, _open(path)), 0
         return self._mapped[1]
+
+
+def check_shape(files: WeightFiles, name: str, *wanted: Shape) -> None:
+    """Raises InteropError unless the stored tensor has one of the shapes that its config.json allows."""
+    found = tuple(files.outline(name).shape)
+    if found not in wanted:
+        made = " or ".join(str(list(shape)) for shape in wanted)
+        raise InteropError(f"{files.folder}: {name} is {list(found)}, its config.json makes it {made}")
+
+
+def check_depth(files: WeightFiles, num_layers: int) -> None:
+    """Raises InteropError for more layers than tensors, before the names of all those layers are made."""
+    if num_layers > len(files.names):
+        raise InteropError(
+            f"{files.folder}: its config.json has {num_layers:,} layers, its weights are {len(files.names):,} tensors"
+        )
 
 
 def check_weight(where: Path, name: str, tensor: Tensor) -> None:

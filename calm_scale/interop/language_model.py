@@ -13,8 +13,15 @@ from calm_scale.config.run import RunConfig
 from calm_scale.interop import autoencoder as published_autoencoder
 from calm_scale.interop import settings
 from calm_scale.interop.autoencoder import check_names, resize_rows, same_weights
-from calm_scale.interop.files import Container, InteropError, WeightFiles, write_weights
-from calm_scale.interop.shapes import check_shape, published_shapes
+from calm_scale.interop.files import (
+    Container,
+    InteropError,
+    WeightFiles,
+    check_depth,
+    check_shape,
+    write_weights,
+)
+from calm_scale.interop.shapes import published_shapes
 from calm_scale.interop.slots import EMBEDDING, HEAD, HEAD_ALIAS, Slot, slots_of
 from calm_scale.lm.build import language_model_stage
 from calm_scale.lm.model import CalmModel
@@ -58,12 +65,15 @@ class PublishedLanguageModel:
         self.run: RunConfig = settings.published_run(
             raw, raw_autoencoder, name, vocab_size, (folder, autoencoder_folder), **fields
         )
-        self.slots = slots_of(language_model_stage(self.run))
+        stage = language_model_stage(self.run)
+        check_depth(self.files, stage.backbone.num_layers + stage.num_blocks)
+        self.slots = slots_of(stage)
         self._slot_of = {slot.key: slot for slot in self.slots}
         self._check_names()
-        for weight, shape in published_shapes(self.run).items():
-            check_shape(self.files, weight, self._stored_name(weight), shape)
-        self.autoencoder: Autoencoder = self._load_autoencoder(autoencoder_folder, raw_autoencoder)
+        stored = settings.stored_vocab_size(raw)
+        for weight, shape in published_shapes(self.run, stored).items():
+            check_shape(self.files, self._stored_name(weight), shape)
+        self.autoencoder: Autoencoder = self._load_autoencoder(autoencoder_folder, raw_autoencoder, stored)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Our global keys and whole tensors, one alive at a time."""
@@ -146,12 +156,13 @@ class PublishedLanguageModel:
             "is not followed; give the folder of its autoencoder"
         )
 
-    def _load_autoencoder(self, folder: Path | None, raw: dict[str, object]) -> Autoencoder:
-        config, objective, _, k = settings.autoencoder_sections(raw, folder)
+    def _load_autoencoder(self, folder: Path | None, raw: dict[str, object], stored: int) -> Autoencoder:
+        """The one that is embedded or given; ``stored`` rows of the language model, which an embedded one may have."""
+        config, objective, own, k = settings.autoencoder_sections(raw, folder)
         embedded = any(n.startswith(AE_PREFIX) for n in self.files.names)
         v = self.run.vocab_size
         inside = (
-            published_autoencoder.build(config, objective, self.files, AE_PREFIX, v, k).model
+            published_autoencoder.build(config, objective, self.files, AE_PREFIX, v, k, {own, stored}).model
             if embedded
             else None
         )

@@ -22,6 +22,8 @@ from calm_scale.interop.architecture import rope_theta, unbuildable
 from calm_scale.interop.files import InteropError
 
 CONFIG_FILE = "config.json"
+_PADDING_ROWS = 1
+_IDS_END = 2**31
 _IDS = {"bos_token_id": 128_000, "eos_token_id": 128_001, "pad_token_id": 128_256}
 
 
@@ -59,7 +61,7 @@ def autoencoder_sections(
             token_dropout=dropout,
             latent_dropout=dropout,
         )
-        return model, objective, int(raw["vocab_size"]), int(raw["patch_size"])
+        return model, objective, _count(raw, "vocab_size"), _count(raw, "patch_size")
 
 
 def autoencoder_config(
@@ -112,7 +114,8 @@ def language_model_sections(
             num_samples=raw.get("num_samples", 8),
             alpha=raw.get("beta", 1.0),
         )
-        return backbone, head, int(raw["vocab_size"]), int(raw["patch_size"]), int(raw["latent_size"])
+        v, k, l = (_count(raw, key) for key in ("vocab_size", "patch_size", "latent_size"))
+        return backbone, head, v, k, l
 
 
 def language_model_config(
@@ -165,15 +168,21 @@ def published_run(
 ) -> RunConfig:
     """A run that describes a published language model and its autoencoder; ``fields`` override top-level keys.
 
-    ``vocab_size`` below the published 128 257 leaves the padding row out. ``folders`` of language model and autoencoder
-    are named where a file does not fit.
+    ``vocab_size`` below the published 128 257 leaves the padding row out; where none is asked for, the vocabularies of
+    the two may differ by that row and no more. ``folders`` of language model and autoencoder are named where a file
+    does not fit.
     """
     backbone, head, stored, k, l = language_model_sections(lm, folders[0])
-    model, objective, _, ae_k = autoencoder_sections(autoencoder, folders[1])
+    model, objective, ae_stored, ae_k = autoencoder_sections(autoencoder, folders[1])
     if (k, l) != (ae_k, model.latent(ae_k)):
         raise InteropError(
             f"the language model has K {k} and l {l}, the autoencoder K {ae_k} and l {model.latent(ae_k)}: "
             "they do not belong together"
+        )
+    if vocab_size is None and abs(stored - ae_stored) > _PADDING_ROWS:
+        raise InteropError(
+            f"the language model has vocab_size {stored}, the autoencoder {ae_stored}: that is more than a padding row "
+            "apart, they do not belong together"
         )
     training = {"steps": 1, "global_batch": 1}
     document = {
@@ -191,6 +200,24 @@ def published_run(
 def _new_tokens(context: int) -> int:
     """The usual number of new tokens, or half of a short context: the other half is for the prompt."""
     return max(1, min(GenerationConfig().max_new_tokens, context // 2))
+
+
+def stored_vocab_size(raw: Mapping[str, Any]) -> int:
+    """V of a config.json, which is the number of rows of the embedding beside it."""
+    return _count(raw, "vocab_size")
+
+
+def _count(raw: Mapping[str, Any], key: str) -> int:
+    """A whole number above 0; ids are below 2^31."""
+    value = raw[key]
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value != value // 1
+        or not 0 < value < _IDS_END
+    ):
+        raise ValueError(f"{key} is {value!r}, not a whole number from 1 to {_IDS_END - 1}")
+    return int(value)
 
 
 def _place(folder: Path | None) -> object:

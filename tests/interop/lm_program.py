@@ -179,8 +179,8 @@ def main():
     table = stored["transformer.embed_tokens.weight"]
     report["padded_row_is_zero"] = bool((padded[-1] == 0).all()) and torch.equal(padded[:-1], table[:-1])
 
-    def variant(name, changed):
-        settings.write(config, out / name)
+    def variant(name, changed, **settled):
+        settings.write({**config, **settled}, out / name)
         write_weights(out / name, [[item] for item in changed.items()], "bin", 1 << 30)
         return said(lambda: PublishedLanguageModel(out / name, out / "ae"))
 
@@ -194,6 +194,13 @@ def main():
     )
     query = "transformer.layers.1.self_attn.q_proj.weight"
     report["misshapen"] = variant("misshapen", {**weights, query: weights[query][:-1]})
+    tables = {"cut": table[:7], "empty": table[:0], "doubled": torch.cat([table, table])}
+    report["tables"] = [
+        variant(name, {**weights, "transformer.embed_tokens.weight": other}) for name, other in tables.items()
+    ]
+    report["larger_config"] = variant("larger_config", weights, vocab_size=V + 1)
+    report["many_blocks"] = variant("many_blocks", weights, num_mlp_layers=10**9)
+    report["wide_noise"] = variant("wide_noise", weights, noise_size=10**30)
     report["full_disk"] = full_disk(out)
     report["flow"] = variant("flow", {**weights, "generative_head.net.x": torch.ones(1)})
     report["other_ae"] = variant(

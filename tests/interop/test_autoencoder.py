@@ -78,6 +78,44 @@ def test_vocabulary_is_cut_and_padded(model, tmp_path):
     assert same(import_autoencoder(tmp_path, vocab_size=V).model, model)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (EMBEDDING, (V - 3, 8)),
+        (EMBEDDING, (V + 1, 8)),
+        (EMBEDDING, (0, 8)),
+        (EMBEDDING, (V, 7)),
+        (EMBEDDING, ()),
+        ("encoder.norm.weight", (9,)),
+    ],
+)
+@pytest.mark.parametrize("asked", [None, V - 1, V + 2])
+def test_weights_that_contradict_their_config_are_refused(model, tmp_path, name, shape, asked):
+    """Cutting and padding are for a vocabulary that was asked for, not for a table that lost its rows."""
+    export_autoencoder(model, OBJECTIVE, tmp_path)
+    changed = {**stored(tmp_path), name: torch.zeros(shape)}
+    del changed[TIED_ALIAS]
+    write_weights(tmp_path, [[item] for item in changed.items()], "bin", 1 << 30)
+    with pytest.raises(InteropError, match=rf"{name} is \[.*\], its config.json makes it \["):
+        import_autoencoder(tmp_path, asked)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"vocab_size": 2**31 - 1}, r"its config.json makes it \[2147483647, 8\]"),
+        ({"hidden_size": 10**12}, "no memory could hold|makes it"),
+        ({"hidden_size": 10**30}, "no memory could hold"),
+        ({"num_encoder_layers": 10**9}, r"1,000,000,002 layers, its weights are 28 tensors"),
+    ],
+)
+def test_sizes_that_no_memory_holds_are_refused_before_it_is_asked_for(model, tmp_path, changed, said):
+    export_autoencoder(model, OBJECTIVE, tmp_path)
+    settings.write({**settings.read(tmp_path), **changed}, tmp_path)
+    with pytest.raises(InteropError, match=said):
+        import_autoencoder(tmp_path)
+
+
 def test_missing_and_unexpected_names_are_listed(model, tmp_path):
     export_autoencoder(model, OBJECTIVE, tmp_path)
     changed = {**stored(tmp_path), "encoder.extra": torch.zeros(1)}

@@ -68,6 +68,17 @@ def test_a_wrong_shape_is_told_with_the_right_one(report):
     )
 
 
+def test_an_embedding_that_its_config_contradicts_is_refused(report):
+    for rows, said in zip((7, 0, 22), report["tables"], strict=True):
+        assert f"embed_tokens.weight is [{rows}, 16], its config.json makes it [11, 16]" in said
+    assert "embed_tokens.weight is [11, 16], its config.json makes it [12, 16]" in report["larger_config"]
+
+
+def test_sizes_that_no_memory_holds_are_refused(report):
+    assert "1,000,000,002 layers" in report["many_blocks"]
+    assert "no memory could hold" in report["wide_noise"]
+
+
 def test_a_full_disk_is_an_error_of_its_own(report):
     assert report["full_disk"] == 28
 

@@ -87,3 +87,29 @@ def test_an_error_names_the_model_in_good_english(tmp_path):
     settings.write({**LM, "num_encoder_layers": 3, "num_decoder_layers": 2}, tmp_path)
     with pytest.raises(InteropError, match="is no autoencoder we can build"):
         settings.autoencoder_sections(settings.read(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "patch_size"])
+@pytest.mark.parametrize("value", [512.7, 10**12, 0, -3, True, "512", None, float("nan")])
+def test_a_size_is_a_whole_number_that_ids_can_count(tmp_path, key, value):
+    for read, sizes in (
+        (settings.language_model_sections, LM),
+        (settings.autoencoder_sections, {**LM, "num_encoder_layers": 2, "num_decoder_layers": 2}),
+    ):
+        settings.write({**sizes, key: value}, tmp_path)
+        with pytest.raises(InteropError, match=f"{key} is .*, not a whole number from 1 to 2147483647"):
+            read(settings.read(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lm", "ae", "fits"), [(11, 11, True), (12, 11, True), (11, 12, True), (11, 13, False)]
+)
+def test_vocabularies_may_be_a_padding_row_apart(lm, ae, fits):
+    language_model = {**LM, "vocab_size": lm}
+    autoencoder = {**LM, "num_encoder_layers": 2, "num_decoder_layers": 2, "vocab_size": ae}
+    assert settings.published_run(language_model, autoencoder, "x", vocab_size=10).vocab_size == 10
+    if fits:
+        assert settings.published_run(language_model, autoencoder, "x").vocab_size == lm
+        return
+    with pytest.raises(InteropError, match=r"vocab_size 11, the autoencoder 13: .*do not belong together"):
+        settings.published_run(language_model, autoencoder, "x")
