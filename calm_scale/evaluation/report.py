@@ -131,8 +131,8 @@ def fallback_warning(result: EvaluationResult) -> str | None:
     if not draws.get("fallbacks"):
         return None
     return (
-        f"warning: {draws['fallbacks']:,} of {draws['patches']:,} patches fell back and are not drawn at the temperature "
-        f"asked for ({result.protocol['sampler']}); raise evaluation.num_candidates (Algorithm 2), "
+        f"warning: {draws['fallbacks']:,} of {draws['patches']:,} patches fell back: they are not drawn at the "
+        f"temperature asked for ({result.protocol['sampler']}); raise evaluation.num_candidates (Algorithm 2), "
         "evaluation.draw_budget (Algorithm 1) or evaluation.temperature"
     )
 
