@@ -43,6 +43,8 @@ class Completion:
 class Generation:
     """All completions in the prompts' order, and what they cost.
 
+    ``num_fallbacks`` counts patches not drawn at the temperature: Algorithm 1 out of budget, Algorithm 2 at an order
+    below n, and heads, which Algorithm 2 completes whatever the algorithm, for either that or being forced.
     ``seconds`` are exclusive: ``backbone``, ``head`` and ``decoder`` (or ``head + decoder``), ``sampling``
     (Algorithm 1 or 2 around the draws), ``text`` (stops and decoding), ``other``.
     """
@@ -54,6 +56,17 @@ class Generation:
     num_patches: int
     num_draws: int
     num_fallbacks: int
+    head_sampler: str
+
+    @property
+    def num_heads(self) -> int:
+        """Prompts that ended inside a patch and had it completed."""
+        return sum(c.head != "none" for c in self.completions)
+
+    @property
+    def num_forced_heads(self) -> int:
+        """Heads whose given tokens no candidate agreed with."""
+        return sum(c.head == "forced" for c in self.completions)
 
     @property
     def total_seconds(self) -> float:
@@ -117,6 +130,7 @@ def generate(
         num_patches=tally.num_patches,
         num_draws=tally.num_draws,
         num_fallbacks=tally.num_fallbacks,
+        head_sampler=_head_sampler(tempered, config.num_candidates),
     )
 
 
@@ -200,7 +214,7 @@ class _Batch:
         )
         for row, agreed in zip(rows, heads.agreed.tolist(), strict=True):
             self.heads[row] = "agreed" if agreed else "forced"
-        self.tally.add(len(rows), heads.num_draws, 0)
+        self.tally.add(len(rows), heads.num_draws, int(heads.fell_back.sum()))
         return heads.patches
 
     def _completion(self, row: int) -> Completion:
@@ -214,6 +228,13 @@ class _Batch:
             num_front_bos=prompt.num_front,
             head=self.heads[row],
         )
+
+
+def _head_sampler(tempered: TemperedModel, num_candidates: int) -> str:
+    """How a ragged head is completed, in words: with Algorithm 2's weights whatever draws the other patches."""
+    if tempered.temperature == 1:
+        return f"among the agreeing of N = {num_candidates} or more draws"
+    return f"by Algorithm 2, N = {num_candidates} or more"
 
 
 def _patches_needed(prompt: Prompt, max_new_tokens: int, k: int) -> int:

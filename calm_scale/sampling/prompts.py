@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from calm_scale.sampling.batch import PromptError, choose, take
+from calm_scale.sampling.batch import PromptError, choose, exponent, take
 from calm_scale.sampling.draws import draw_rows
 
 if TYPE_CHECKING:
@@ -82,10 +82,18 @@ def split_prompt(
 
 @dataclass(frozen=True)
 class Heads:
-    """Completed ragged heads: ids ``[R, K]``, which rows agreed by themselves ``[R]``, and the draws made."""
+    """Completed ragged heads.
+
+    Attributes:
+        patches: ids ``[R, K]``.
+        agreed: bool ``[R]`` rows that agreed by themselves.
+        fell_back: bool ``[R]`` rows not drawn at the temperature: forced, or chosen at an order below n.
+        num_draws: draws made for all rows.
+    """
 
     patches: Tensor
     agreed: Tensor
+    fell_back: Tensor
     num_draws: int
 
 
@@ -103,7 +111,7 @@ def complete_heads(
     N candidates in the first round, and in each further one as many as in all before it; the first round with
     agreeing candidates decides a row (at T = 1 that is exact: one of the agreeing draws, evenly). A row still without
     one after ``budget`` draws takes the candidate that agrees longest, with the given tokens written over it; it is
-    reported as not agreed.
+    reported as not agreed. That row has fallen back, and so has one whose choice was made at an order below n.
 
     Args:
         model: the law at T = 1.
@@ -119,6 +127,7 @@ def complete_heads(
     free = want < 0
     patches = torch.zeros_like(want)
     agreed = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    fell_back = torch.ones_like(agreed)
     longest = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
     draws = spent = 0
     while spent < budget and not bool(agreed.all()):
@@ -138,4 +147,5 @@ def complete_heads(
             choice = choose(candidates[:, found], temperature, generator, agree[:, found])
             patches[rows[found]] = take(candidates[:, found], choice.index)
             agreed[rows[found]] = True
-    return Heads(torch.where(free, patches, want), agreed, draws)
+            fell_back[rows[found]] = choice.order < exponent(temperature).n
+    return Heads(torch.where(free, patches, want), agreed, fell_back, draws)

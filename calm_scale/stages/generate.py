@@ -108,7 +108,15 @@ def _say_speed(done: Generation) -> None:
     fallbacks = f", {counted(done.num_fallbacks, 'fall-back')}" if done.num_fallbacks else ""
     Console(stderr=True).print(
         f"{done.num_new_tokens} tokens at {done.tokens_per_s:.1f} tokens/s ({parts}); {done.sampler}: "
-        f"{done.num_draws} draws for {done.num_patches} patches{fallbacks}",
+        f"{done.num_draws} draws for {done.num_patches} patches{fallbacks}{_heads(done)}",
         soft_wrap=True,
         highlight=False,
     )
+
+
+def _heads(done: Generation) -> str:
+    """How the prompts that ended inside a patch were completed; nothing where none did."""
+    if not done.num_heads:
+        return ""
+    forced = f" ({done.num_forced_heads} forced: no draw agreed)" if done.num_forced_heads else ""
+    return f"; {counted(done.num_heads, 'head')} {done.head_sampler}{forced}"

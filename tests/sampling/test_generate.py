@@ -104,6 +104,22 @@ def test_head_without_agreement_is_forced_and_told(script, letters):
     assert out.text == "ghijklmn"  # the candidate 4 5 6 7 agreed longest; 5 gave way to the given 9
 
 
+@pytest.mark.parametrize("algorithm", ["exact", "batch"])
+def test_a_head_chosen_at_a_lower_order_is_a_fallback(script, letters, algorithm):
+    """Seven draws, slipped or not, of which six or more are equal only by luck: the head's order is below n = 6."""
+    settings = plain(algorithm=algorithm, temperature=1 / 6, num_candidates=7, max_new_tokens=1)
+    sure = generate(script(26, 4), letters, [list(range(6))], settings)
+    assert (sure.completions[0].head, sure.num_heads, sure.num_fallbacks) == ("agreed", 1, 0)
+    assert "Algorithm 2, N = 7" in sure.head_sampler
+    torn = generate(script(26, 4, slip=0.5), letters, [list(range(6))], settings)
+    assert (torn.completions[0].head, torn.num_patches, torn.num_fallbacks) == ("agreed", 1, 1)
+
+
+def test_a_forced_head_is_a_fallback(script, letters):
+    out = generate(script(26, 4), letters, [[0, 1, 2, 3, 4, 9]], plain(draw_budget=60, max_new_tokens=1))
+    assert (out.num_heads, out.num_forced_heads, out.num_fallbacks) == (1, 1, 1)
+
+
 def test_same_seed_same_text(script, letters):
     prompts = [list(range(n)) for n in (5, 8, 3 + 4)]
     texts = [
