@@ -102,8 +102,15 @@ class ShardDataset:
         """Copy samples ``indices`` [n] into one array [n, tokens_per_sample] (of the stored type by default).
 
         A partial sample comes with the filler that follows it.
+
+        Raises:
+            IndexError: there is no such sample.
+            ShardError: the split has no sample at all, or a compressed shard is damaged.
         """
         wanted = np.ascontiguousarray(indices, np.int64)
+        if not len(wanted):
+            return np.empty((0, self.tokens_per_sample), self._dtype if dtype is None else dtype)
+        self._refuse_none()
         if self._gatherer is None and not self._has_cold:
             self._gatherer = RowGatherer([self._plain(i) for i, count in enumerate(self._counts) if count])
         if self._gatherer is not None:
@@ -111,6 +118,15 @@ class ShardDataset:
         else:
             samples = np.stack([self._filled(i) for i in wanted.tolist()])
         return samples if dtype is None else samples.astype(dtype)
+
+    def _refuse_none(self) -> None:
+        """Raises ShardMistakeError when there is nothing to read."""
+        if not len(self):
+            found = sum(map(self._real_tokens, self.manifest.shards))
+            raise ShardMistakeError(
+                f"{self.split_dir} has no sample of {self.tokens_per_sample} tokens: it holds {found}; choose "
+                "smaller samples, or prepare a larger split"
+            )
 
     def order(self, seed: int) -> SampleOrder | MixtureOrder:
         """The stream of sample indices for training: by size, or by the sources' weights where they differ."""

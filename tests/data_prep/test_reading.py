@@ -15,7 +15,7 @@ from rich.console import Console
 from calm_scale.config import RunConfig
 from data_prep.ahead import Ahead
 from data_prep.cold import compress_split, expand_split
-from data_prep.errors import ShardError
+from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.inspection import draw_lengths, read_sequence, show_split, tokenizer_of
 from data_prep.manifest import Manifest
 from data_prep.megatron_format import export_megatron, import_megatron, open_megatron
@@ -64,6 +64,29 @@ def test_samples_are_read_only_views_in_stored_order(prepared: RunConfig, tokens
             dataset.gather(np.array([index]))
     again = pickle.loads(pickle.dumps(dataset))
     np.testing.assert_array_equal(again[1], dataset[1])
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_gathering_nothing_gives_nothing(prepared: RunConfig, compressed: bool) -> None:
+    split = prepared.data_dir / "train"
+    if compressed:
+        compress_split(split)
+    dataset = ShardDataset(split, 32)
+    nothing = dataset.gather(np.array([], np.int64))
+    assert (nothing.shape, nothing.dtype) == ((0, 32), np.uint16)
+    assert dataset.gather(np.array([]), np.int64).dtype == np.int64
+
+
+def test_gathering_from_a_split_shorter_than_a_sample_says_so(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace
+) -> None:
+    path = kit.write_lines(tmp_path / "in.jsonl", ["the patch"])
+    config = make_config(path, splits={"heldout": 1.0})
+    prepare(config, show=False)
+    dataset = ShardDataset(config.data_dir / "heldout", 64)
+    assert dataset.gather(np.arange(0)).shape == (0, 64)
+    with pytest.raises(ShardMistakeError, match="heldout has no sample of 64 tokens: it holds "):
+        dataset.gather(np.array([0]))
 
 
 def test_a_sample_size_that_does_not_divide_is_refused(prepared: RunConfig) -> None:
