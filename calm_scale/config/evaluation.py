@@ -15,7 +15,7 @@ def _fraction(value: Any) -> Any:
     if isinstance(value, str) and "/" in value:
         try:
             return float(Fraction(value.replace(" ", "")))
-        except (ValueError, ZeroDivisionError):
+        except (ValueError, ZeroDivisionError, OverflowError):
             return value
     return value
 

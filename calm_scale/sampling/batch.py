@@ -15,23 +15,24 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from calm_scale.config.base import CalmScaleError, ConfigError
+from calm_scale.config.base import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
 _HASH = np.uint64(0x9E3779B97F4A7C15)  # odd, so multiplying by it is a bijection of 64-bit words
+_MOST = 2**62  # above any number of candidates
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
 Words: TypeAlias = "NDArray[np.uint64]"
 
 
-class SamplingError(CalmScaleError):
+class SamplingError(ConfigError):
     """A temperature or candidate count that no algorithm here can serve."""
 
 
-class PromptError(SamplingError, ConfigError):
+class PromptError(SamplingError):
     """A prompt that this model cannot continue as asked."""
 
 
@@ -52,11 +53,13 @@ def exponent(temperature: float) -> Exponent:
     """Splits 1/T.
 
     Raises:
-        SamplingError: not 0 < T ≤ 1 (there is no likelihood-free algorithm above 1).
+        SamplingError: not 0 < T ≤ 1 (there is no likelihood-free algorithm above 1), or 1/T is no finite number.
     """
     if not 0 < temperature <= 1:
         raise SamplingError(f"temperature must lie in (0, 1], got {temperature}")
     inverse = 1 / temperature
+    if inverse == float("inf"):
+        raise SamplingError(f"temperature {temperature} is so small that 1/T is infinite; use 1e-300 or more")
     n = int(inverse + 1e-9)
     alpha = inverse - n
     return Exponent(n, 0.0 if alpha < 1e-9 * inverse else alpha)
@@ -70,8 +73,8 @@ class BatchChoice:
     order: Tensor
 
     def num_fallbacks(self, n: int) -> int:
-        """Rows that had to use a lower order than n."""
-        return int((self.order < n).sum())
+        """Rows that had to use a lower order than n, which may be beyond 64 bits."""
+        return int((self.order < min(n, _MOST)).sum())
 
 
 @dataclass(frozen=True)
@@ -146,14 +149,14 @@ def _sorted_runs(code: Words, words: list[Words]) -> tuple[Ints, NDArray[np.bool
 
 @lru_cache(maxsize=16)
 def log_weights(num_candidates: int, at: Exponent) -> Floats:
-    """Table ``[n+1, N+1]``: log weight of a patch seen c times when matched at order m (row 0 unused).
+    """Table ``[min(n, N)+1, N+1]``: log weight of a patch seen c times when matched at order m (row 0 unused).
 
-    Row n is log C(c, n+α); rows m < n, the fall-backs, are log C(c, m). −∞ where c < m.
+    Row n is log C(c, n+α); rows m < n, the fall-backs, are log C(c, m). −∞ where c < m. No order above N is reached.
     """
     c = torch.arange(num_candidates + 1, dtype=torch.float64)
-    order = torch.arange(at.n + 1, dtype=torch.float64)[:, None]
+    order = torch.arange(min(at.n, num_candidates) + 1, dtype=torch.float64)[:, None]
     x = order.clone()
-    x[at.n] = at.value
+    x[at.n :] = at.value
     table = torch.lgamma(c + 1) - torch.lgamma((c - x + 1).clamp(min=1e-300)) - torch.lgamma(x + 1)
     return table.masked_fill(c < order.clamp(min=1), float("-inf")).numpy()
 
@@ -171,15 +174,20 @@ def choose(
         temperature: T in (0, 1].
         generator: the only source of randomness.
         allowed: bool ``[N, R]``, a property of the patch; candidates to choose among, at least one a row.
+
+    Raises:
+        SamplingError: N, R or K is 0, or a temperature without an algorithm (``exponent``).
     """
     at = exponent(temperature)
     num_candidates, num_rows, _ = candidates.shape
+    if not candidates.numel():
+        raise SamplingError(f"candidates are {list(candidates.shape)} [N, R, K]; there is none to choose")
     runs = distinct(candidates.cpu().numpy())
     count, per_row, stop = runs.count, runs.per_row, runs.per_row.cumsum()
     if allowed is not None:
         count = count * allowed.cpu().numpy()[runs.index, np.repeat(np.arange(num_rows), per_row)]
     most = np.maximum.reduceat(count, stop - per_row)
-    order = np.minimum(most, at.n)
+    order = np.minimum(most, min(at.n, num_candidates))
     table = log_weights(num_candidates, at)
     log_weight = table[order.repeat(per_row), count]
     log_weight -= table[order, most].repeat(per_row)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from calm_scale.config import ConfigError
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.sampling.batch import SamplingError, choose, distinct, exponent, log_weights, take
 from calm_scale.sampling.draws import draw_rows
@@ -159,6 +160,36 @@ def test_weights_are_binomials_and_continue_them():
     assert (np.diff(between[2:]) > 0).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-7, 1e-9, 1e-300, 6e-309])
+def test_tiny_temperatures_take_the_memory_of_the_orders_that_can_be_reached(generator, temperature):
+    candidates = torch.tensor([[7, 7, 7, 1], [5, 5, 1, 2], [1, 2, 3, 4]]).T[..., None]
+    choice = choose(candidates, temperature, generator)
+    assert choice.order.tolist() == [3, 2, 1]
+    assert take(candidates, choice.index)[:2, 0].tolist() == [7, 5]
+    at = exponent(temperature)
+    assert choice.num_fallbacks(at.n) == 3
+    assert log_weights(4, at).shape == (5, 5)
+
+
+def test_a_table_cut_at_n_is_the_whole_one():
+    """Orders above N are never reached, and those below are the same numbers."""
+    whole, cut = log_weights(6, exponent(1 / 6)), log_weights(6, exponent(0.11))
+    assert whole.shape == cut.shape == (7, 7)
+    assert (whole == cut).all()
+
+
+def test_a_temperature_without_an_inverse_is_refused():
+    with pytest.raises(SamplingError, match="5e-324 is so small that 1/T is infinite"):
+        exponent(5e-324)
+    assert issubclass(SamplingError, ConfigError)  # a mistake of the user: exit code 2
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2), (4, 0, 2), (4, 3, 0)])
+def test_nothing_to_choose_from_is_refused(generator, shape):
+    with pytest.raises(SamplingError, match="there is none to choose"):
+        choose(torch.zeros(shape, dtype=torch.int64), 0.5, generator)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 0.4, 1 / 3])
 def test_batch_bias_shrinks_with_candidates(law_model, generator, temperature):
     """Algorithm 2 is biased at small N and consistent: total variation falls below 1 % + noise at N = 400."""
@@ -201,7 +232,7 @@ def test_budget_below_one_round_is_refused(law_model):
 
 def test_temperature_is_read_as_a_fraction():
     assert exponent(GenerationConfig(temperature="1/3").temperature).alpha == 0
-    for wrong in ("1/0", "a/b", "3/2", "0/1"):
+    for wrong in ("1/0", "a/b", "3/2", "0/1", "1" + "0" * 400 + "/1"):
         with pytest.raises(ValueError, match="temperature"):
             GenerationConfig(temperature=wrong)
 
