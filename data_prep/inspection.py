@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.stored import checked
@@ -119,15 +120,16 @@ def show_split(split_dir: Path, console: Console | None = None) -> Manifest:
     Raises:
         ShardError: a shard is missing, cut, or not the manifest's.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     manifest = Manifest.read(split_dir)
     ShardDataset(split_dir, manifest.sequence_length)
-    console.print(
+    facts = Text(  # not a str: a path is no markup
         f"{split_dir} · {manifest.num_sequences:,} sequences of {manifest.sequence_length:,} {manifest.dtype} ids, "
         f"K-aligned to {manifest.alignment}, packing {manifest.packing}\n"
         f"tokenizer {manifest.tokenizer} ({manifest.tokenizer_fingerprint}), largest id {manifest.max_id:,}, "
         f"bos {manifest.bos_id}, eos {manifest.eos_id}, pad {manifest.pad_id}\nfingerprint {manifest.fingerprint}"
     )
+    console.print(facts)
     for title, counts in (("documents", manifest.documents), ("tokens", manifest.tokens)):
         parts = [f"{name} {value:,}" for name, value in counts.model_dump().items() if isinstance(value, int)]
         console.print(f"{title}: {' · '.join(parts)}")
@@ -138,7 +140,7 @@ def show_split(split_dir: Path, console: Console | None = None) -> Manifest:
         table.add_column(column, justify="left" if column == "source" else "right")
     for number, source in enumerate(manifest.sources):
         shards = sum(s.source == number for s in manifest.shards)
-        table.add_row(source.name, f"{source.weight:g}", f"{source.num_sequences:,}", f"{shards:,}")
+        table.add_row(Text(source.name), f"{source.weight:g}", f"{source.num_sequences:,}", f"{shards:,}")
     console.print(table)
     most = max(manifest.length_histogram, default=0)
     for power, count in enumerate(manifest.length_histogram):

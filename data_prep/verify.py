@@ -163,13 +163,14 @@ def show_verification(directory: Path, console: Console | None = None) -> bool:
     Raises:
         ShardError: there is no split in ``directory``.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     found = verify_tree(directory)
     for split in found:
         state = "ok" if split.ok else counted(len(split.problems), "problem")
         console.print(
-            f"{split.directory}: {state} · {counted(split.num_shards, 'shard')}, {split.num_tokens:,} tokens"
+            f"{split.directory}: {state} · {counted(split.num_shards, 'shard')}, {split.num_tokens:,} tokens",
+            markup=False,
         )
         for problem in split.problems:
-            console.print(f"  {problem}")
+            console.print(f"  {problem}", markup=False)
     return all(split.ok for split in found)

@@ -18,15 +18,14 @@ def verify_shards(folder: Path) -> int:
     from data_prep.verify import verify_tree
 
     found = verify_tree(folder)
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     for one in found:
         verdict = "whole" if one.ok else "DAMAGED"
         console.print(
-            f"{one.directory}: {verdict} · {counted(one.num_shards, 'shard')} · {one.num_tokens:,} tokens",
-            markup=False,
+            f"{one.directory}: {verdict} · {counted(one.num_shards, 'shard')} · {one.num_tokens:,} tokens"
         )
         for problem in one.problems:
-            console.print(f"  {problem}", markup=False)
+            console.print(f"  {problem}")
     return EXIT_OK if all(one.ok for one in found) else EXIT_ERROR
 
 
@@ -36,21 +35,19 @@ def inspect_shards(
     """Print what a split holds; one sequence's text; the histogram of document lengths as a picture."""
     from data_prep.inspection import draw_lengths, read_sequence, show_split, the_split, tokenizer_of
 
-    console = Console(highlight=False)
+    console = _console()
     folder = the_split(folder)
     if sequence is None:
-        show_split(folder, console)
+        show_split(folder, _console(soft_wrap=False))
     else:
         stored = read_sequence(folder, sequence, tokenizer_of(folder, tokenizer))
         console.print(
-            f"sequence {stored.index} · {len(stored.ids):,} tokens · {stored.shard.name} · from {stored.source}",
-            markup=False,
-            soft_wrap=True,
+            f"sequence {stored.index} · {len(stored.ids):,} tokens · {stored.shard.name} · from {stored.source}"
         )
         shown = (stored.text or "").replace("\x1b", "␛")  # a text must not drive the terminal
-        console.print(shown, markup=False, soft_wrap=True)
+        console.print(shown)
     if picture is not None:
-        console.print(f"picture: {draw_lengths(folder, picture)}", soft_wrap=True)
+        console.print(f"picture: {draw_lengths(folder, picture)}")
     return EXIT_OK
 
 
@@ -59,9 +56,7 @@ def compress_shards(folder: Path) -> int:
     from data_prep.cold import compress_split
 
     manifest = compress_split(folder)
-    Console(highlight=False).print(
-        f"{folder}: {counted(len(manifest.shards), 'shard')} compressed", soft_wrap=True
-    )
+    _console().print(f"{folder}: {counted(len(manifest.shards), 'shard')} compressed")
     return EXIT_OK
 
 
@@ -70,9 +65,7 @@ def expand_shards(folder: Path) -> int:
     from data_prep.cold import expand_split
 
     manifest = expand_split(folder)
-    Console(highlight=False).print(
-        f"{folder}: {counted(len(manifest.shards), 'shard')} expanded", soft_wrap=True
-    )
+    _console().print(f"{folder}: {counted(len(manifest.shards), 'shard')} expanded")
     return EXIT_OK
 
 
@@ -81,9 +74,7 @@ def export_pair(folder: Path, prefix: Path) -> int:
     from data_prep.megatron_format import export_megatron
 
     count = export_megatron(folder, prefix)
-    Console(highlight=False).print(
-        f"{counted(count, 'sequence')} written to {prefix}.bin and .idx", soft_wrap=True
-    )
+    _console().print(f"{counted(count, 'sequence')} written to {prefix}.bin and .idx")
     return EXIT_OK
 
 
@@ -108,10 +99,15 @@ def import_pair(config: RunConfig, prefix: Path, split: str) -> int:
         stated=config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
     )
     store_definition(config.tokenizer_path, config.data_dir)
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     console.print(f"{manifest.num_sequences:,} sequences in {config.data_dir / split}")
     if PADDING_UNKNOWN in manifest.notes:
         console.print(
             "the pair does not say which ids are padding: all count as text, and its documents as documents"
         )
     return EXIT_OK
+
+
+def _console(*, soft_wrap: bool = True) -> Console:
+    """Prints paths and texts as they are: what looks like markup or an emoji's name in them is neither."""
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)

@@ -1,0 +1,71 @@
+"""`calm-scale prep verify | inspect | compress | expand | export-megatron` as people call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from calm_scale.cli.app import main
+from calm_scale.config import RunConfig
+from data_prep.inspection import show_split
+from data_prep.pipeline import prepare
+from data_prep.verify import show_verification
+
+Prep = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def prep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Prep:
+    """``prep(*arguments)`` runs the command: its exit code and what it printed, in one line."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["calm-scale", "prep", *map(str, arguments)])
+        capsys.readouterr()
+        code: object = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        assert isinstance(code, int)
+        captured = capsys.readouterr()
+        return code, " ".join((captured.out + captured.err).split())
+
+    return run
+
+
+@pytest.fixture
+def make_data(
+    make_config: Callable[..., RunConfig], tmp_path: Path, kit: SimpleNamespace
+) -> Callable[..., Path]:
+    """``make_data(workdir="run", name="in")``: a finished data folder of ``<name>.jsonl``."""
+
+    def build(workdir: str = "run", name: str = "in") -> Path:
+        path = kit.write_lines(tmp_path / f"{name}.jsonl", kit.make_texts(60))
+        config = make_config(path, workdir=workdir, splits={"heldout": 0.2})
+        prepare(config, show=False)
+        return config.data_dir
+
+    return build
+
+
+def test_a_path_is_no_markup(
+    prep: Prep, make_data: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_data(workdir="[red]run[/b]:smile:", name="in[/i]")
+    train = data / "train"
+    for command in ("inspect", "verify", "compress", "expand"):
+        code, said = prep(command, train)
+        assert code == 0, said
+        assert "[red]run[/b]:smile:/data/train" in said.replace(" ", "")
+    code, said = prep("export-megatron", train, data / "[/b]")
+    assert (code, f"{data}/[/b].bin" in said) == (0, True)
+    assert prep("inspect", train, "--picture", data / "[/b].png")[0] == 0
+    show_split(train, Console(width=400))
+    assert show_verification(data)
+    shown = capsys.readouterr().out.replace("\n", "").replace(" ", "")
+    assert "in[/i].jsonl" in shown
+    assert "[red]run[/b]" in shown
