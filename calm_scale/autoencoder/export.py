@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
-from calm_scale.config.base import ConfigError, Section
+from calm_scale.config.base import CalmScaleError, ConfigError, Section
 from calm_scale.config.stored import checked, read_object
 
 MODEL_FILE = "model.safetensors"
@@ -79,6 +80,9 @@ def write_export(
     """Write ``weights`` (full tensors by published name, the tied alias not needed) and their card.
 
     Both files are written beside their final names and renamed, the card last: a folder with a card is complete.
+
+    Raises:
+        CalmScaleError: the weights cannot be written.
     """
     tensors = {n: t.detach().cpu().contiguous() for n, t in weights.items() if n != TIED_ALIAS}
     card = ExportCard(
@@ -98,15 +102,36 @@ def write_export(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CARD_FILE).unlink(missing_ok=True)
     partial = directory / (MODEL_FILE + ".tmp")
-    try:
-        save_file(tensors, partial, metadata={"fingerprint": card.fingerprint})
-    except SafetensorError as error:
-        raise ExportError(f"{partial} cannot be written: {error}") from error
+    save_weights(tensors, partial, {"fingerprint": card.fingerprint})
     _commit(partial, directory / MODEL_FILE)
     partial = directory / (CARD_FILE + ".tmp")
     partial.write_text(card.model_dump_json(indent=2) + "\n", encoding="utf-8")
     _commit(partial, directory / CARD_FILE)
     return card
+
+
+def save_weights(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """A safetensors file that whoever may read the files beside it may read too: safetensors itself makes it 0600.
+
+    Raises:
+        CalmScaleError: it cannot be written.
+    """
+    try:
+        mode = _mode_of_a_new_file(path)
+        save_file(tensors, path, metadata=metadata)
+        path.chmod(mode)
+    except (SafetensorError, OSError) as error:
+        raise CalmScaleError(f"{path} cannot be written: {error}") from error
+
+
+def _mode_of_a_new_file(path: Path) -> int:
+    """The permissions that umask and folder give, found out on a file: the umask alone is read by changing it."""
+    probe = path.with_name(f".{path.name}.{os.getpid()}.mode")
+    try:
+        probe.touch()
+        return stat.S_IMODE(probe.stat().st_mode)
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def read_card(directory: Path) -> ExportCard:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from calm_scale.config.base import CalmScaleError, ConfigError
+from calm_scale.autoencoder.export import save_weights
+from calm_scale.config.base import ConfigError
 from calm_scale.config.stored import read_object
 
 if TYPE_CHECKING:
@@ -208,18 +209,12 @@ def _save(tensors: dict[str, Tensor], path: Path, container: Container) -> None:
     if container == "bin":
         torch.save(tensors, path)
         return
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     seen: set[int] = set()
     unshared = {}
     for name, tensor in tensors.items():
         unshared[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
         seen.add(tensor.data_ptr())
-    try:
-        save_file(unshared, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise CalmScaleError(f"{path} cannot be written: {error}") from error
+    save_weights(unshared, path, {"format": "pt"})
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

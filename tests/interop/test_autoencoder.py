@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import stat
 
 import pytest
 import torch
 
+from calm_scale.autoencoder.export import write_export
 from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
 from calm_scale.config import CalmScaleError, ConfigError
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
@@ -152,6 +155,23 @@ def test_a_file_that_cannot_be_written_is_no_mistake_of_the_user(tmp_path):
     with pytest.raises(CalmScaleError, match="cannot be written") as failed:
         write_weights(tmp_path, [[("x", torch.zeros(1))]], "safetensors", 1 << 30)
     assert not isinstance(failed.value, ConfigError)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_weight_files_have_the_permissions_of_the_files_beside_them(model, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        export_autoencoder(model, OBJECTIVE, tmp_path / "published", container="safetensors")
+        weights = dict(model.unique_parameters())
+        write_export(
+            tmp_path / "export", weights, config=CONFIG, objective=OBJECTIVE, vocab_size=V, patch_size=K
+        )
+    finally:
+        os.umask(before)
+    for folder in ("published", "export"):
+        files = list((tmp_path / folder).iterdir())
+        assert len(files) == 2
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}
 
 
 def test_incomplete_and_hostile_folders(model, tmp_path):
