@@ -63,11 +63,12 @@ def the_split(folder: Path) -> Path:
     Raises:
         ShardMistakeError: it is a data or run folder: names the splits in it.
     """
-    inside = sorted(
-        path.parent for path in (*folder.glob(f"*/{MANIFEST_NAME}"), *folder.glob(f"data/*/{MANIFEST_NAME}"))
-    )
+    manifests = (*folder.glob(f"*/{MANIFEST_NAME}"), *folder.glob(f"data/*/{MANIFEST_NAME}"))
+    inside = sorted(path.parent for path in manifests if not any(path.parent.glob(f"*/{MANIFEST_NAME}")))
     if inside:
-        raise ShardMistakeError(f"{folder} holds several splits; name one: {', '.join(map(str, inside))}")
+        raise ShardMistakeError(
+            f"{folder} is no split; name one of those in it: {', '.join(map(str, inside))}"
+        )
     return folder
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
 from calm_scale.config.wording import counted
+
+if TYPE_CHECKING:
+    from data_prep.manifest import Manifest
 
 SPLITS = ("train", "autoencoder", "heldout")
 
@@ -55,25 +60,34 @@ def compress_shards(folder: Path) -> int:
     """Replace the shards of a split by their zstd form, which trains as it is."""
     from data_prep.cold import compress_split
 
-    manifest = compress_split(folder)
-    _console().print(f"{folder}: {counted(len(manifest.shards), 'shard')} compressed")
-    return EXIT_OK
+    return _turn(folder, compress_split, "compressed")
 
 
 def expand_shards(folder: Path) -> int:
     """The reverse of ``compress_shards``; the bytes are checked."""
     from data_prep.cold import expand_split
 
-    manifest = expand_split(folder)
-    _console().print(f"{folder}: {counted(len(manifest.shards), 'shard')} expanded")
+    return _turn(folder, expand_split, "expanded")
+
+
+def _turn(folder: Path, convert: Callable[[Path], Manifest], form: str) -> int:
+    from data_prep.inspection import the_split
+    from data_prep.manifest import Manifest
+
+    before = Manifest.read(the_split(folder)).shards
+    after = convert(folder).shards
+    turned = sum(was != now for was, now in zip(before, after, strict=True))
+    done = f"{counted(turned, 'shard')} {form}" if turned else f"nothing to do, every shard is {form}"
+    _console().print(f"{folder}: {done}")
     return EXIT_OK
 
 
 def export_pair(folder: Path, prefix: Path) -> int:
     """Write a split as Megatron's ``.bin``/``.idx`` pair."""
+    from data_prep.inspection import the_split
     from data_prep.megatron_format import export_megatron
 
-    count = export_megatron(folder, prefix)
+    count = export_megatron(the_split(folder), prefix)
     _console().print(f"{counted(count, 'sequence')} written to {prefix}.bin and .idx")
     return EXIT_OK
 

@@ -69,3 +69,26 @@ def test_a_path_is_no_markup(
     shown = capsys.readouterr().out.replace("\n", "").replace(" ", "")
     assert "in[/i].jsonl" in shown
     assert "[red]run[/b]" in shown
+
+
+@pytest.mark.parametrize("command", ["inspect", "compress", "expand", "export-megatron"])
+def test_a_folder_of_splits_is_told_from_a_split(
+    prep: Prep, make_data: Callable[..., Path], tmp_path: Path, command: str
+) -> None:
+    data = make_data()
+    more = (tmp_path / "pair",) if command == "export-megatron" else ()
+    for folder in (data, data.parent):
+        code, said = prep(command, folder, *more)
+        assert code == 2
+        assert f"{folder} is no split; name one of those in it: {data}/heldout, {data}/train" in said
+    assert not list(data.rglob("*.zst"))
+
+
+def test_what_is_compressed_or_expanded_already_is_said_to_be(
+    prep: Prep, make_data: Callable[..., Path]
+) -> None:
+    train = make_data() / "train"
+    assert prep("expand", train) == (0, f"{train}: nothing to do, every shard is expanded")
+    assert prep("compress", train) == (0, f"{train}: 1 shard compressed")
+    assert prep("compress", train) == (0, f"{train}: nothing to do, every shard is compressed")
+    assert prep("expand", train) == (0, f"{train}: 1 shard expanded")
