@@ -75,6 +75,9 @@ class WeightFiles:
             ) from error
         if not isinstance(found, torch.Tensor):
             raise InteropError(f"{path}: {name} is a {type(found).__name__}, not a tensor")
+        if found.layout != torch.strided or found.is_meta:
+            kind = "on the meta device" if found.is_meta else str(found.layout).removeprefix("torch.")
+            raise InteropError(f"{path}: {name} is {kind}; a weight is a dense tensor with its numbers")
         _check_dtype(path, name, found)
         return found
 
@@ -200,9 +203,12 @@ def _open(path: Path) -> Any:
             from safetensors import safe_open
 
             return safe_open(path, framework="pt", device="cpu")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise InteropError(f"{path} cannot be read as weights: {error}") from error
+    if not isinstance(held, dict) or not all(isinstance(name, str) for name in held):
+        raise InteropError(f"{path} holds a {type(held).__name__}, not tensors by name: it is no state_dict")
+    return held
 
 
 def _save(tensors: dict[str, Tensor], path: Path, container: Container) -> None:

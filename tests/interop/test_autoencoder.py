@@ -174,6 +174,31 @@ def test_weight_files_have_the_permissions_of_the_files_beside_them(model, tmp_p
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}
 
 
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ([torch.zeros(1)], "holds a list, not tensors by name"),
+        (torch.zeros(1), "holds a Tensor, not tensors by name"),
+        ({3: torch.zeros(1)}, "holds a dict, not tensors by name"),
+        (
+            {"encoder.norm.weight": torch.ones(8).to_sparse()},
+            "encoder.norm.weight is sparse_coo; a weight is a dense",
+        ),
+        ({"encoder.norm.weight": torch.ones(8, device="meta")}, "encoder.norm.weight is on the meta device"),
+        ({"encoder.norm.weight": "8"}, "encoder.norm.weight is a str, not a tensor"),
+    ],
+)
+def test_a_bin_file_that_holds_no_weights_is_refused(model, tmp_path, held, said):
+    export_autoencoder(model, OBJECTIVE, tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    if isinstance(held, dict):
+        held = {**torch.load(path, weights_only=True), **held}
+    path.unlink()
+    torch.save(held, path)
+    with pytest.raises(InteropError, match=said):
+        import_autoencoder(tmp_path)
+
+
 def test_incomplete_and_hostile_folders(model, tmp_path):
     with pytest.raises(InteropError, match="not a folder"):
         WeightFiles(tmp_path / "none")
