@@ -30,7 +30,7 @@ def read_object(
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise raises(_message(path, f"cannot be read: {error.strerror}", remedy)) from None
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise raises(_message(path, f"is damaged, not JSON: {error}", remedy)) from None
     if not isinstance(raw, dict):
         raise raises(_message(path, f"is damaged: a JSON {type(raw).__name__}, not an object", remedy))
