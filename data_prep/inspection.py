@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.stored import checked
+from data_prep.cold import new_file
 from data_prep.errors import ShardMistakeError, TokenizerMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.reading import ShardDataset
@@ -20,6 +20,7 @@ from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.tokenizer_spec import find_definition
 
 _LONGEST_BAR = 40
+_PICTURES = ("png", "pdf", "svg", "eps", "jpg", "jpeg", "webp")
 
 
 class Decodes(Protocol):
@@ -51,9 +52,8 @@ def store_definition(origin: Path, data_dir: Path) -> Path:
     """Copy the tokenizer's definition into the data folder, which then explains its ids wherever it is taken."""
     file = find_definition(origin)
     target = data_dir / ("tokenizer.json" if file.suffix == ".json" else "tokenizer.model")
-    part = target.with_name(target.name + ".part")
-    shutil.copyfile(file, part)
-    part.replace(target)
+    with new_file(target) as written:
+        written.write(file.read_bytes())
     return target
 
 
@@ -153,10 +153,15 @@ def show_split(split_dir: Path, console: Console | None = None) -> Manifest:
 
 
 def draw_lengths(split_dir: Path, picture: Path) -> Path:
-    """Save a histogram of document lengths (tokens, base-2 bins) as a PNG."""
+    """Save a histogram of document lengths (tokens, base-2 bins); its place (``.png`` added where it has no extension).
+
+    Raises:
+        ShardMistakeError: the extension is of no picture that can be drawn.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    picture = checked_picture(picture)
     manifest = Manifest.read(split_dir)
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -167,5 +172,25 @@ def draw_lengths(split_dir: Path, picture: Path) -> Path:
     axes.set_xlabel("tokens in a document")
     axes.set_ylabel("documents")
     axes.set_title(f"{manifest.split}: {manifest.documents.kept:,} documents")
-    figure.savefig(picture, dpi=110)
+    with new_file(picture) as file:
+        figure.savefig(file, dpi=110, format=picture.suffix[1:].lower())
+    return picture
+
+
+def checked_picture(picture: Path) -> Path:
+    """Where a picture goes: ``.png`` added where ``picture`` has no extension.
+
+    Raises:
+        ShardMistakeError: it names a folder, or no format that can be drawn.
+    """
+    if picture.is_dir():
+        raise ShardMistakeError(
+            f"--picture {picture} is a folder; name a file in it: {picture / 'lengths.png'}"
+        )
+    if not picture.suffix:
+        return picture.with_name(picture.name + ".png")
+    if picture.suffix[1:].lower() not in _PICTURES:
+        raise ShardMistakeError(
+            f"--picture {picture}: {picture.suffix} is no format that can be drawn; use one of {', '.join(_PICTURES)}"
+        )
     return picture

@@ -38,10 +38,18 @@ def inspect_shards(
     folder: Path, sequence: int | None = None, tokenizer: Path | None = None, picture: Path | None = None
 ) -> int:
     """Print what a split holds; one sequence's text; the histogram of document lengths as a picture."""
-    from data_prep.inspection import draw_lengths, read_sequence, show_split, the_split, tokenizer_of
+    from data_prep.inspection import (
+        checked_picture,
+        draw_lengths,
+        read_sequence,
+        show_split,
+        the_split,
+        tokenizer_of,
+    )
 
     console = _console()
     folder = the_split(folder)
+    picture = picture and checked_picture(picture)
     if sequence is None:
         show_split(folder, _console(soft_wrap=False))
     else:

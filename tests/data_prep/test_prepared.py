@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from calm_scale.cli.app import main
 from calm_scale.config import RunConfig
-from data_prep.inspection import show_split
+from data_prep.inspection import show_split, store_definition
 from data_prep.pipeline import prepare
 from data_prep.verify import show_verification
 
@@ -92,3 +94,40 @@ def test_what_is_compressed_or_expanded_already_is_said_to_be(
     assert prep("compress", train) == (0, f"{train}: 1 shard compressed")
     assert prep("compress", train) == (0, f"{train}: nothing to do, every shard is compressed")
     assert prep("expand", train) == (0, f"{train}: 1 shard expanded")
+
+
+def test_a_picture_has_a_format_that_can_be_drawn(
+    prep: Prep, make_data: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = make_data() / "train"
+    code, said = prep("inspect", train, "--picture", tmp_path / "x.foo")
+    assert (code, ".foo is no format that can be drawn; use one of png, pdf, svg" in said) == (2, True)
+    assert "fingerprint" not in said
+    code, said = prep("inspect", train, "--picture", tmp_path)
+    assert (code, "is a folder; name a file in it" in said) == (2, True)
+    for given, written in (("a.SVG", "a.SVG"), ("b", "b.png"), ("c.v2.pdf", "c.v2.pdf")):
+        code, said = prep("inspect", train, "--picture", tmp_path / given)
+        assert (code, said.endswith(f"picture: {tmp_path / written}")) == (0, True), said
+        assert (tmp_path / written).stat().st_size > 2000
+    assert (tmp_path / "a.SVG").read_bytes().startswith(b"<?xml")
+
+    def fill(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fill)
+    code, said = prep("inspect", train, "--picture", tmp_path / "d.png")
+    assert (code, f"{tmp_path / 'd.png'}: no space left" in said) == (1, True), said
+    assert not list(tmp_path.glob("d.png*"))
+
+
+def test_a_copy_of_the_tokenizer_that_fails_leaves_no_part(
+    tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(OSError, match="No space") as raised:
+        store_definition(tokenizer_path, tmp_path)
+    assert raised.value.filename == str(tmp_path / "tokenizer.json")
+    assert not list(tmp_path.glob("tokenizer*"))
