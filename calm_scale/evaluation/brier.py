@@ -37,17 +37,25 @@ class Counts:
 
     ``hits`` counts samples equal to the truth, ``pairs`` unordered pairs of equal samples, ``positions`` the
     positions that have n true tokens after them; column n−1 belongs to order n.
+    ``ids [D]``, ascending, are the documents' places among all of the scored sequences, which do not depend on the
+    model; None where the sums came without.
     """
 
     hits: NDArray[np.int64]
     pairs: NDArray[np.int64]
     positions: NDArray[np.int64]
     num_samples: int
+    ids: NDArray[np.int64] | None = None
 
     @property
     def num_documents(self) -> int:
         """D."""
         return int(self.hits.shape[0])
+
+    def rows(self, chosen: NDArray[np.int64]) -> Counts:
+        """Those documents only."""
+        ids = None if self.ids is None else self.ids[chosen]
+        return Counts(self.hits[chosen], self.pairs[chosen], self.positions[chosen], self.num_samples, ids)
 
     def total(self) -> Counts:
         """All documents as one."""

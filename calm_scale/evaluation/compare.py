@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from calm_scale.config.base import ConfigError
 from calm_scale.config.wording import counted
 from calm_scale.evaluation.brier import (
     ORDERS,
+    Counts,
     EvaluationError,
     component_values,
     composite_of,
@@ -26,8 +28,18 @@ if TYPE_CHECKING:
 
     from calm_scale.evaluation.evaluate import EvaluationResult
 
-_SAME_DATA = ("documents_by", "num_sequences", "block_tokens")
-_WORTH_SAYING = ("patch_size", "coverage", "num_samples", "sampler", "seed", "vocab_size", "block_tokens")
+_SAME_SEQUENCES = (
+    "block_tokens",
+    "num_sequences",
+    "sequences_left_out",
+    "partial_sequences",
+    "documents_by",
+)
+_WORTH_SAYING = ("patch_size", "coverage", "num_samples", "sampler", "seed", "vocab_size")
+
+
+class NotComparableError(EvaluationError, ConfigError):
+    """Two evaluations whose documents do not pair."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +56,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of Brier-1..4 and BrierLM, and how the two protocols differ (which is then part of the answer)."""
+    """Differences of Brier-1..4 and BrierLM, and how the two protocols differ (which is then part of the answer).
+
+    ``num_documents`` are those scored in both; ``left_out`` those scored in a only and in b only.
+    """
 
     differences: tuple[Difference, ...]
     num_documents: int
+    left_out: tuple[int, int]
     protocol_differences: tuple[str, ...]
     confidence: float
 
@@ -55,16 +71,20 @@ class Comparison:
 def compare(
     a: EvaluationResult, b: EvaluationResult, bootstrap: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> Comparison:
-    """b against a, paired by document.
+    """b against a over the documents that both scored, paired by document.
+
+    A document without a scored position in one of them (too short for its patches) is left out of both.
 
     Raises:
-        EvaluationError: they did not score the same documents.
+        NotComparableError: they did not score the same sequences, or fewer than 2 documents pair.
     """
-    _same_documents(a, b)
+    _same_sequences(a, b)
+    pairs = _paired(a.counts, b.counts)
+    num_documents = pairs[0].num_documents
     out = []
     columns = []
-    for result, spread in zip((a, b), resample([a.counts, b.counts], bootstrap, seed), strict=True):
-        totals = component_values(result.counts.total())
+    for counts, spread in zip(pairs, resample(pairs, bootstrap, seed), strict=True):
+        totals = component_values(counts.total())
         columns.append(
             (np.append(totals[0], composite_of(totals)), np.column_stack([spread, composite_of(spread)]))
         )
@@ -72,7 +92,8 @@ def compare(
     for i in range(ORDERS + 1):
         name = "BrierLM" if i == ORDERS else f"Brier-{i + 1}"
         out.append(_difference(name, score_a[i], score_b[i], spread_b[:, i] - spread_a[:, i], confidence))
-    return Comparison(tuple(out), a.counts.num_documents, _protocol_differences(a, b), confidence)
+    left_out = (a.counts.num_documents - num_documents, b.counts.num_documents - num_documents)
+    return Comparison(tuple(out), num_documents, left_out, _protocol_differences(a, b), confidence)
 
 
 def table(comparison: Comparison) -> Table:
@@ -81,7 +102,7 @@ def table(comparison: Comparison) -> Table:
 
     out = Table(
         title=f"b − a over {counted(comparison.num_documents, 'document')}",
-        caption="\n".join(comparison.protocol_differences) or "same protocol",
+        caption="\n".join([*comparison.protocol_differences, *_left_out(comparison)]) or "same protocol",
         caption_justify="left",
     )
     for name in ("", "a", "b", "b − a", f"{comparison.confidence:.0%} interval", "b above a"):
@@ -106,20 +127,44 @@ def _difference(name: str, a: float, b: float, spread: NDArray[np.float64], conf
     return Difference(name, shown_a, shown_b, shown, interval, share)
 
 
-def _same_documents(a: EvaluationResult, b: EvaluationResult) -> None:
-    if a.counts.num_documents < 2:
-        raise EvaluationError(
-            f"a paired comparison needs at least 2 documents, there is {a.counts.num_documents}"
-        )
+def _left_out(comparison: Comparison) -> list[str]:
+    return [
+        f"left out: {counted(number, 'document')} scored in {name} only"
+        for name, number in zip("ab", comparison.left_out, strict=True)
+        if number
+    ]
+
+
+def _same_sequences(a: EvaluationResult, b: EvaluationResult) -> None:
     data = [r.protocol.get("provenance", {}).get("data") for r in (a, b)]
     if data[0] != data[1]:
-        raise EvaluationError(f"the two evaluations read different data: {data[0]} and {data[1]}")
-    if a.counts.num_documents != b.counts.num_documents:
-        reasons = ", ".join(f"{k}: {a.protocol.get(k)} and {b.protocol.get(k)}" for k in _SAME_DATA)
-        raise EvaluationError(
-            f"the two evaluations scored {a.counts.num_documents} and {b.counts.num_documents} documents "
-            f"({reasons}); score the same sequences with both models"
+        raise NotComparableError(f"the two evaluations read different data: {data[0]} and {data[1]}")
+    other = [
+        f"{name}: {a.protocol.get(name)} and {b.protocol.get(name)}"
+        for name in _SAME_SEQUENCES
+        if a.protocol.get(name) != b.protocol.get(name)
+    ]
+    if other:
+        raise NotComparableError(
+            f"the two evaluations scored different sequences ({', '.join(other)}); score the same ones with both "
+            "models: lm.backbone.positions × patch_size and evaluation.max_sequences must agree"
         )
+
+
+def _paired(a: Counts, b: Counts) -> list[Counts]:
+    """The documents that both have, in the same order."""
+    if a.ids is None or b.ids is None:
+        name = "first" if a.ids is None else "second"
+        raise NotComparableError(
+            f"the {name} evaluation does not say which documents it scored: an earlier version wrote it; run "
+            "`calm-scale eval` again"
+        )
+    common, in_a, in_b = np.intersect1d(a.ids, b.ids, assume_unique=True, return_indices=True)
+    if len(common) < 2:
+        raise NotComparableError(
+            f"a paired comparison needs at least 2 documents scored by both, there is {len(common)}"
+        )
+    return [a.rows(in_a), b.rows(in_b)]
 
 
 def _protocol_differences(a: EvaluationResult, b: EvaluationResult) -> tuple[str, ...]:

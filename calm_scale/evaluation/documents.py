@@ -88,7 +88,10 @@ def document_rows(sequences: Sequence[SequenceCounts]) -> tuple[list[int], Docum
 
 
 def merge(sequences: Sequence[SequenceCounts], num_samples: int) -> tuple[Counts, DocumentsBy]:
-    """Sums per document from sequences in any order; documents without a scored position are dropped."""
+    """Sums per document from sequences in any order, named by their place among all documents of the sequences.
+
+    Documents without a scored position are dropped; which ones these are depends on the model's patches.
+    """
     ordered = sorted(sequences, key=lambda s: s.index)
     first, by = document_rows(ordered)
     num_rows = max((row + s.num_bos + 1 for row, s in zip(first, ordered, strict=True)), default=0)
@@ -97,5 +100,6 @@ def merge(sequences: Sequence[SequenceCounts], num_samples: int) -> tuple[Counts
         here = slice(row, row + sequence.num_bos + 1)
         for kind, values in enumerate((sequence.hits, sequence.pairs, sequence.positions)):
             sums[kind, here] += values
-    hits, pairs, positions = sums[:, sums[2, :, 0] > 0]
-    return Counts(hits, pairs, positions, num_samples), by
+    scored = np.flatnonzero(sums[2, :, 0] > 0)
+    hits, pairs, positions = sums
+    return Counts(hits, pairs, positions, num_samples, np.arange(num_rows)).rows(scored), by

@@ -36,6 +36,7 @@ def to_document(result: EvaluationResult) -> dict[str, Any]:
         "execution": dict(result.execution),
         "documents": {
             "num_samples": counts.num_samples,
+            "ids": None if counts.ids is None else counts.ids.tolist(),
             "hits": counts.hits.tolist(),
             "pairs": counts.pairs.tolist(),
             "positions": counts.positions.tolist(),
@@ -68,7 +69,14 @@ def load(path: Path) -> EvaluationResult:
             for name in ("hits", "pairs", "positions")
         )
         score = {key: _tuples(value) for key, value in raw["score"].items()}
-        counts = Counts(hits, pairs, positions, sums["num_samples"])
+        ids = sums.get("ids")
+        counts = Counts(
+            hits,
+            pairs,
+            positions,
+            sums["num_samples"],
+            None if ids is None else np.array(ids, dtype=np.int64),
+        )
         return EvaluationResult(BrierScore(**score), counts, dict(raw["protocol"]), dict(raw["execution"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,10 +11,11 @@ import pytest
 import torch
 
 from calm_scale.config.evaluation import EvaluationConfig
-from calm_scale.evaluation.brier import EvaluationError
+from calm_scale.evaluation.brier import EvaluationError, component_values
 from calm_scale.evaluation.compare import compare, table
 from calm_scale.evaluation.evaluate import evaluate
 from calm_scale.evaluation.exact import evaluate_exact
+from calm_scale.evaluation.report import load, save
 
 
 def blurred(chain, share):
@@ -52,11 +55,63 @@ def test_other_documents_are_refused(markov, chain):
     model = markov(chain, 4)
     a = evaluate(model, model.sequences(6, 40), config, provenance={"data": "x"})
     b = evaluate(model, model.sequences(5, 40), config, provenance={"data": "x"})
-    with pytest.raises(EvaluationError, match="6 and 5 documents"):
+    with pytest.raises(EvaluationError, match="num_sequences: 6 and 5"):
         compare(a, b)
     c = evaluate(model, model.sequences(6, 40), config, provenance={"data": "y"})
     with pytest.raises(EvaluationError, match="different data"):
         compare(a, c)
+
+
+def test_documents_pair_by_their_place_not_by_their_number(markov, chain):
+    """Three documents of which K = 8 scores the first and the last, K = 2 all: the middle one is left out of both."""
+    long = [0, 1] * 8
+    sequences = [np.array([2, *long, 2, 0, 1, 2, *long])]
+    config = EvaluationConfig(bootstrap=100)
+    fine = evaluate(markov(chain, 2), sequences, config, bos_id=2)
+    coarse = evaluate(markov(chain, 8), sequences, config, bos_id=2)
+    assert (coarse.counts.ids.tolist(), fine.counts.ids.tolist()) == ([1, 3], [1, 2, 3])
+    result = compare(coarse, fine)
+    assert result.num_documents == coarse.counts.num_documents
+    assert result.left_out == (0, fine.counts.num_documents - coarse.counts.num_documents)
+    assert "scored in b only" in table(result).caption
+    mine = np.isin(fine.counts.ids, coarse.counts.ids)
+    shown = component_values(fine.counts.rows(np.flatnonzero(mine)).total())[0]
+    assert [d.b for d in result.differences[:2]] == pytest.approx(list(shown[:2]))
+
+
+def test_equal_numbers_of_other_documents_do_not_pair_up(markov, chain):
+    """Both score two documents, one of them in common: the same number is not the same documents."""
+    config = EvaluationConfig(bootstrap=100)
+    model = markov(chain, 4)
+    a = evaluate(model, model.sequences(4, 40), config)
+    first, last = (replace(a, counts=a.counts.rows(np.array(r))) for r in ([0, 1, 2], [1, 2, 3]))
+    result = compare(first, last)
+    assert (result.num_documents, result.left_out) == (2, (1, 1))
+    assert [d.difference for d in result.differences[:4]] == [0, 0, 0, 0]
+    with pytest.raises(EvaluationError, match="at least 2 documents scored by both, there is 1"):
+        compare(first, replace(a, counts=a.counts.rows(np.array([2, 3]))))
+
+
+def test_other_blocks_are_refused_whatever_their_number(markov, chain):
+    config = EvaluationConfig(bootstrap=100)
+    model = markov(chain, 4)
+    a, b = (evaluate(model, model.sequences(6, size), config, provenance={"data": "x"}) for size in (40, 80))
+    with pytest.raises(EvaluationError, match="block_tokens: 40 and 80"):
+        compare(a, b)
+
+
+def test_pairing_survives_the_file_and_an_old_file_is_refused(markov, chain, tmp_path):
+    config = EvaluationConfig(bootstrap=100)
+    model = markov(chain, 4)
+    result = evaluate(model, model.sequences(6, 40), config)
+    save(result, tmp_path / "a.json")
+    again = load(tmp_path / "a.json")
+    assert compare(again, result).num_documents == 6
+    raw = json.loads((tmp_path / "a.json").read_text())
+    del raw["documents"]["ids"]
+    (tmp_path / "old.json").write_text(json.dumps(raw))
+    with pytest.raises(EvaluationError, match="second evaluation does not say which documents"):
+        compare(result, load(tmp_path / "old.json"))
 
 
 def test_exact_scores_of_a_known_chain(markov, chain):
