@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from pydantic import ValidationError
 from rich.console import Console
 
 from calm_scale.config.wording import counted
 from data_prep.cold import open_cold
 from data_prep.errors import ShardError, ShardMistakeError
-from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
-from data_prep.report import PrepReport
+from data_prep.manifest import MANIFEST_NAME, DocumentCounts, Manifest, ShardEntry, TokenCounts
+from data_prep.report import REPORT_NAME, PrepReport, summarise
 from data_prep.shards import ShardHeader, map_tokens, read_header
 
 _ROWS_AT_ONCE = 1 << 22
@@ -75,10 +76,43 @@ def verify_tree(directory: Path) -> list[Verification]:
             f"{directory} holds no prepared split (no {MANIFEST_NAME}); run `calm-scale prep` first"
         )
     found = [verify_split(split) for split in splits or [directory]]
+    if splits and (directory / MANIFEST_NAME).exists() and (wrong := _report_problems(directory, report)):
+        found.append(Verification(directory, problems=wrong))
     for one in found:
         if one.fingerprint and stated.get(one.directory, one.fingerprint) != one.fingerprint:
             one.problems.append(f"{one.directory}: is not the split that {directory / MANIFEST_NAME} names")
     return found
+
+
+def _report_problems(directory: Path, report: PrepReport | None) -> list[str]:
+    """What is wrong with the manifest of a whole prep, beside the splits' own.
+
+    A split that is missing, damaged or another one is told of elsewhere.
+    """
+    path = directory / REPORT_NAME
+    if report is None:
+        return [
+            f"{path} is damaged, not the manifest of a prep; copy it again, or prepare again with --restart"
+        ]
+    try:
+        manifests = [Manifest.read(directory / split.name) for split in report.splits]
+    except ShardError:
+        return []
+    problems = [
+        f"{path}: its numbers of split {split.name} are not those of {directory / split.name / MANIFEST_NAME}"
+        for split, manifest in zip(report.splits, manifests, strict=True)
+        if split.fingerprint == manifest.fingerprint and split != summarise(manifest)
+    ]
+    sums = {kind: sum(getattr(m.tokens, kind) for m in manifests) for kind in TokenCounts.model_fields}
+    if report.tokens != sums:
+        problems.append(f"{path}: its tokens are not the sum over its splits")
+    try:
+        closes = DocumentCounts.model_validate(report.documents).closes()
+    except ValidationError:
+        closes = False
+    if not closes:
+        problems.append(f"{path}: its documents do not add up")
+    return problems
 
 
 def _manifest_problems(manifest: Manifest) -> list[str]:

@@ -131,3 +131,38 @@ def test_a_copy_of_the_tokenizer_that_fails_leaves_no_part(
         store_definition(tokenizer_path, tmp_path)
     assert raised.value.filename == str(tmp_path / "tokenizer.json")
     assert not list(tmp_path.glob("tokenizer*"))
+
+
+DAMAGES = {
+    "cut": (lambda text: text[:-40], "is damaged, not the manifest of a prep"),
+    "emptied": (lambda text: "", "is damaged, not the manifest of a prep"),
+    "tokens": (
+        lambda text: text.replace('"bos": ', '"bos": 1', 1),
+        "its tokens are not the sum over its splits",
+    ),
+    "documents": (lambda text: text.replace('"read": ', '"read": 1', 1), "its documents do not add up"),
+    "a split": (
+        lambda text: text.replace('"padding": ', '"padding": 1', 2),
+        "its numbers of split ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_verify_finds_a_damaged_manifest_of_the_prep(
+    prep: Prep, make_data: Callable[..., Path], case: str
+) -> None:
+    damage, message = DAMAGES[case]
+    data = make_data()
+    assert prep("verify", data)[0] == 0
+    path = data / "manifest.json"
+    path.write_text(damage(path.read_text()))
+    for folder in (data, data.parent):
+        code, said = prep("verify", folder)
+        assert (code, f"{data}: DAMAGED" in said, f"{path}" in said, message in said) == (
+            1,
+            True,
+            True,
+            True,
+        ), said
+    assert prep("verify", data / "train")[0] == 0
