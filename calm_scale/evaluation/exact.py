@@ -15,14 +15,29 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from calm_scale.evaluation.brier import ORDERS, EvaluationError
+from calm_scale.evaluation.evaluate import protocol_of
 from calm_scale.evaluation.paths import Level, roll_forward, true_windows
 from calm_scale.evaluation.sequences import Alone, Crew, Grid, TokenBlocks, deal, gather, grids, selected
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from calm_scale.config.evaluation import EvaluationConfig
 
+_OF_THE_SEQUENCES = (
+    "patch_size",
+    "vocab_size",
+    "block_tokens",
+    "num_sequences",
+    "partial_sequences",
+    "sequences_left_out",
+    "dropped_tail_tokens",
+    "num_samples",
+    "exact_batches",
+    "seed",
+)
 _LAW_ELEMENTS = 1 << 25  # float64 probabilities alive at once
 
 
@@ -109,6 +124,22 @@ def evaluate_exact(
         num_positions=tuple(positions),
         num_samples=config.num_samples,
     )
+
+
+def exact_protocol(
+    model: TokenModel, dataset: TokenBlocks, config: EvaluationConfig, provenance: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything that ``evaluate_exact`` depends on, in words and numbers; the sequences as in ``protocol_of``.
+
+    The law is the model's own: ``config.temperature`` does not change it.
+    """
+    sampled = protocol_of(model, dataset, config, selected(len(dataset), config.max_sequences))
+    return {
+        **{name: sampled[name] for name in _OF_THE_SEQUENCES},
+        "metric": "cross-entropy in nats a token; Brier-n from probabilities, collisions over sampled prefixes",
+        "temperature": 1.0,
+        "provenance": dict(provenance),
+    }
 
 
 def _sequence_sums(

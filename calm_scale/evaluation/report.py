@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from calm_scale.config.base import ConfigError
+from calm_scale.config.files import write_atomically
 from calm_scale.config.stored import read_object
 from calm_scale.config.wording import counted
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError
 from calm_scale.evaluation.evaluate import EvaluationResult
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.table import Table
+
+    from calm_scale.evaluation.exact import ExactScore
 
 FORMAT = "calm-scale evaluation 1"
 _FEW_DOCUMENTS = 20
@@ -45,11 +50,18 @@ def to_document(result: EvaluationResult) -> dict[str, Any]:
 
 
 def save(result: EvaluationResult, path: Path) -> None:
-    """Writes the JSON document; a reader never sees half of it."""
+    """Writes the JSON document; a reader never sees half of it, and a failure leaves nothing."""
+    _write(to_document(result), path)
+
+
+def save_exact(score: ExactScore, protocol: Mapping[str, Any], path: Path) -> None:
+    """Writes exact scores, their numbers at the top and ``protocol`` under its name, as ``save`` writes."""
+    _write({**asdict(score), "protocol": dict(protocol)}, path)
+
+
+def _write(document: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(to_document(result), indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(document, indent=1) + "\n")
 
 
 def load(path: Path) -> EvaluationResult:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +18,9 @@ from calm_scale.stages.readiness import make_ready
 from calm_scale.stages.splits import open_split
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from calm_scale.evaluation.evaluate import EvaluationResult
     from calm_scale.evaluation.sequences import Crew
     from calm_scale.stages.model import OpenModel
     from data_prep.reading import ShardDataset
@@ -30,11 +31,12 @@ def run_evaluation(
 ) -> int:
     """Score the newest checkpoint (or ``step``); the result goes to ``json_file`` or
     ``<workdir>/eval/step_XXXXXXXX.json``, that of other data or another split into a folder of its own in there.
+    The baseline's exact scores go beside it, as ``exact_<its name without step_>``.
 
     Under a launcher the ranks share the sequences; every ``tensor`` consecutive ones hold one model.
     """
     from calm_scale.evaluation.evaluate import evaluate
-    from calm_scale.evaluation.report import fallback_warning, save, table
+    from calm_scale.evaluation.report import save
     from calm_scale.evaluation.sequences import Teams
     from calm_scale.sampling.temperature import TemperedModel
 
@@ -46,28 +48,27 @@ def run_evaluation(
         dataset = make_ready(config, dataset, world)
         opened = open_model(config, world, step, tensor)
         crew = world if tensor == 1 else Teams(world, tensor)
-        console = Console(quiet=not world.is_first)
-        with shown("BrierLM", console) as on_sequence:
+        provenance = opened.provenance(dataset.fingerprint)
+        with shown("BrierLM", Console(stderr=True, quiet=not world.is_first)) as on_sequence:
             result = evaluate(
                 TemperedModel(opened.model, config.evaluation.algorithm, config.evaluation),
                 dataset,
                 config.evaluation,
                 bos_id=dataset.manifest.bos_id if dataset.manifest.add_bos else None,
                 pad_id=dataset.manifest.pad_id,
-                provenance=opened.provenance(dataset.fingerprint),
+                provenance=provenance,
                 crew=crew,
                 on_sequence=on_sequence,
             )
         folder = results_folder(config, opened.card, dataset.fingerprint)
+        path = json_file or folder / f"step_{opened.card.step:08d}.json"
         if world.is_first:
-            path = json_file or folder / f"step_{opened.card.step:08d}.json"
-            console.print(table(result, title=f"BrierLM · {config.name} at step {opened.card.step}"))
             save(result, path)
-            console.print(f"written to {path}", soft_wrap=True, highlight=False)
-            if warning := fallback_warning(result):
-                Console(stderr=True).print(warning, soft_wrap=True, highlight=False, markup=False)
+        exact = None
         if stage.head.kind == "softmax":
-            _exact(config, opened, dataset, crew, console, folder if world.is_first else None)
+            exact = _exact(config, opened, dataset, crew, provenance, path if world.is_first else None)
+        if world.is_first:  # all is on the disk by now: whoever reads the output may have gone
+            _show(result, f"BrierLM · {config.name} at step {opened.card.step}", path, exact)
         return EXIT_OK
     finally:
         world.close()
@@ -93,23 +94,35 @@ def _exact(
     opened: OpenModel,
     dataset: ShardDataset,
     crew: Crew,
-    console: Console,
-    folder: Path | None,
-) -> None:
+    provenance: Mapping[str, str],
+    beside: Path | None,
+) -> str:
     """The baseline knows its probabilities: cross-entropy and Brier without sampling noise, beside the estimates.
 
-    ``folder`` is None on all ranks but the first, which writes.
+    ``beside``: the estimates' file on the rank that writes, None on the others. Returns what to tell the user.
     """
-    from calm_scale.evaluation.exact import evaluate_exact
+    from calm_scale.evaluation.exact import evaluate_exact, exact_protocol
+    from calm_scale.evaluation.report import save_exact
 
     exact = evaluate_exact(opened.model, dataset, config.evaluation, crew=crew)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"exact_{opened.card.step:08d}.json"
-        path.write_text(json.dumps(dataclasses.asdict(exact), indent=1) + "\n", encoding="utf-8")
-        console.print(
-            f"exact: cross-entropy {exact.cross_entropy:.4f} nats a token; written to {path}", soft_wrap=True
-        )
+    told = f"exact: cross-entropy {exact.cross_entropy:.4f} nats a token"
+    if beside is None:
+        return told
+    path = beside.with_name(f"exact_{beside.name.removeprefix('step_')}")
+    save_exact(exact, exact_protocol(opened.model, dataset, config.evaluation, provenance), path)
+    return f"{told}; written to {path}"
+
+
+def _show(result: EvaluationResult, title: str, path: Path, exact: str | None) -> None:
+    from calm_scale.evaluation.report import fallback_warning, table
+
+    console = Console()
+    console.print(table(result, title=title))
+    for line in (f"written to {path}", exact):
+        if line:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if warning := fallback_warning(result):
+        Console(stderr=True).print(warning, soft_wrap=True, highlight=False, markup=False)
 
 
 def compare_evaluations(first: Path, second: Path) -> int:
