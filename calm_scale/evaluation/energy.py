@@ -117,6 +117,17 @@ def too_short(num_tokens: int, patch_size: int, num_given: int = 0) -> str | Non
     )
 
 
+def too_long(num_tokens: int, patch_size: int, max_patches: int) -> str | None:
+    """Why a text does not fit ``max_patches`` positions, or None; the last patch is not read, only scored."""
+    need = num_tokens // patch_size - 1
+    if need <= max_patches:
+        return None
+    return (
+        f"{num_tokens} tokens need {need} patches of {patch_size} before the last one, the model's context has "
+        f"{max_patches}"
+    )
+
+
 def _shows_latents(model: Any) -> bool:
     """Whether the model has a latent head; a baseline with the same methods refuses to encode."""
     if not (hasattr(model, "draw_latents") and hasattr(model, "encode")):

@@ -13,6 +13,7 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.json_lines import given_texts
+from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model, refuse_spare_ranks
 
 
@@ -26,12 +27,12 @@ def run_scoring(
 ) -> int:
     """Print one JSON line a text: the energy score per patch and per token (cross-entropy for the baseline).
 
-    A text too short to score gets nulls and the reason.
+    A text too short to score, or longer than the model's context, gets nulls and the reason.
 
     Raises:
-        ConfigError: every text is too short.
+        ConfigError: no text can be scored.
     """
-    from calm_scale.evaluation.energy import score_texts, too_short
+    from calm_scale.evaluation.energy import score_texts
     from data_prep.tokenizer import load_tokenizer
 
     wanted = given_texts(texts, jsonl, "text")
@@ -42,11 +43,11 @@ def run_scoring(
         refuse_spare_ranks(world, tensor, "score")
         opened = open_model(config, world, step, tensor, tokenizer)
         ids = [[*bos, *tokenizer.encode(text)] for text in wanted]
-        reasons = [too_short(len(tokens), config.patch_size) for tokens in ids]
+        reasons = [_unfit(config, len(tokens)) for tokens in ids]
         if all(reasons):
-            raise ConfigError(f"nothing to score: {reasons[0]}; give a longer text")
-        long_enough = [tokens for tokens, why in zip(ids, reasons, strict=True) if why is None]
-        scores = iter(score_texts(opened.model, long_enough, seed=config.seed))
+            raise ConfigError(f"nothing to score: {reasons[0]}; give a text of another length")
+        fitting = [tokens for tokens, why in zip(ids, reasons, strict=True) if why is None]
+        scores = iter(score_texts(opened.model, fitting, seed=config.seed))
         for text, tokens, why in zip(wanted, ids, reasons, strict=True) if world.is_first else ():
             row = asdict(next(scores)) if why is None else _unscored(len(tokens), why)
             sys.stdout.write(json.dumps({"text": text, **row}, ensure_ascii=False) + "\n")
@@ -55,7 +56,15 @@ def run_scoring(
         world.close()
 
 
+def _unfit(config: RunConfig, num_tokens: int) -> str | None:
+    """Why a text of so many tokens cannot be scored, or None."""
+    from calm_scale.evaluation.energy import too_long, too_short
+
+    k = config.patch_size
+    return too_short(num_tokens, k) or too_long(num_tokens, k, lm_section(config).backbone.positions)
+
+
 def _unscored(num_tokens: int, why: str) -> dict[str, Any]:
-    """The row of a text that is too short."""
+    """The row of a text that is too short or too long."""
     empty = {"kind": None, "per_patch": None, "per_token": None, "num_patches": 0, "num_unscored": num_tokens}
     return {**empty, "reason": why}
