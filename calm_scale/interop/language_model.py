@@ -150,6 +150,7 @@ class PublishedLanguageModel:
         if folder is not None:
             return settings.read(folder)
         if given is not None:
+            settings.refuse_unbuildable(given, "autoencoder_config")
             return given
         raise InteropError(
             f"{self.files.folder}: its ae_path {raw.get('ae_path')!r} is a path on the machine it was trained on and "

@@ -35,9 +35,14 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_FILE
     raw = read_object(path, remedy="a published folder has one", raises=InteropError)
-    if wrong := unbuildable(raw):
-        raise InteropError(f"{path} describes a model this release cannot build: " + ", ".join(wrong))
+    refuse_unbuildable(raw, path)
     return raw
+
+
+def refuse_unbuildable(raw: Mapping[str, Any], where: object) -> None:
+    """Raises InteropError for settings that ask for something our models do not have; ``where`` says whose."""
+    if wrong := unbuildable(raw):
+        raise InteropError(f"{where} describes a model this release cannot build: " + ", ".join(wrong))
 
 
 def autoencoder_sections(

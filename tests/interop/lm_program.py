@@ -208,6 +208,8 @@ def main():
     )
     report["no_ae"] = said(lambda: PublishedLanguageModel(out / "theirs"))
     embedded = PublishedLanguageModel(out / "theirs", autoencoder_config=settings.read(out / "ae"))
+    gelu = {**settings.read(out / "ae"), "hidden_act": "gelu"}
+    report["given_settings"] = said(lambda: PublishedLanguageModel(out / "theirs", autoencoder_config=gelu))
     report["embedded"] = all(
         torch.equal(a, b)
         for a, b in zip(embedded.autoencoder.parameters(), autoencoder.parameters(), strict=True)

@@ -88,6 +88,7 @@ def test_embedded_autoencoder_is_checked_and_ae_path_never_followed(report):
     assert "/home/somebody/ae" in report["no_ae"]
     assert "not followed" in report["no_ae"]
     assert report["embedded"]
+    assert "autoencoder_config describes a model" in report["given_settings"]
 
 
 def test_other_heads_are_refused(report):
