@@ -51,6 +51,18 @@ class DrawTally:
         self.num_fallbacks += fallbacks
 
 
+def check_budget(algorithm: Algorithm, settings: TemperatureSettings) -> None:
+    """Raises SamplingError where Algorithm 1 could not make one round; needs no model."""
+    if algorithm != "exact" or settings.temperature == 1:
+        return
+    n = exponent(settings.temperature).n
+    if settings.draw_budget < n:
+        raise SamplingError(
+            f"draw_budget {settings.draw_budget} is below the {n} draws one round at T = {settings.temperature} "
+            "takes; raise it"
+        )
+
+
 class TemperedModel:
     """A PatchModel whose ``draw`` samples from P^{1/T}/Z (exactly, or by Algorithm 2's approximation).
 
@@ -60,6 +72,9 @@ class TemperedModel:
         settings: temperature, number of candidates N, draw budget.
 
     ``tally`` counts draws and fall-backs since it was made.
+
+    Raises:
+        SamplingError: the budget does not pay for one round of Algorithm 1.
     """
 
     def __init__(self, model: PatchModel, algorithm: Algorithm, settings: TemperatureSettings) -> None:
@@ -71,11 +86,7 @@ class TemperedModel:
         self.num_candidates, self.draw_budget = settings.num_candidates, settings.draw_budget
         self.tally = DrawTally()
         self._at = exponent(self.temperature)
-        if self.algorithm == "exact" and self.draw_budget < self._at.n:
-            raise SamplingError(
-                f"draw_budget {self.draw_budget} is below the {self._at.n} draws one round at T = {self.temperature} "
-                "takes; raise it"
-            )
+        check_budget(self.algorithm, settings)
 
     @property
     def sampler(self) -> str:

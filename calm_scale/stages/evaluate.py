@@ -38,8 +38,9 @@ def run_evaluation(
     from calm_scale.evaluation.evaluate import evaluate
     from calm_scale.evaluation.report import save
     from calm_scale.evaluation.sequences import Teams
-    from calm_scale.sampling.temperature import TemperedModel
+    from calm_scale.sampling.temperature import TemperedModel, check_budget
 
+    check_budget(config.evaluation.algorithm, config.evaluation)
     stage = lm_section(config)
     block = stage.backbone.positions * config.patch_size
     dataset = open_split(config, config.evaluation.split, block, partial=True)

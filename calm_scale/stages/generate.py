@@ -38,8 +38,10 @@ def run_generation(
     ``tensor`` ranks hold the model, one part each; the first prints and writes.
     """
     from calm_scale.sampling.generate import generate
+    from calm_scale.sampling.temperature import check_budget
     from data_prep.tokenizer import load_tokenizer
 
+    check_budget(config.generation.algorithm, config.generation)
     texts = given_texts(prompts, jsonl, "prompt") or [""]
     as_lines = jsonl is not None or out is not None
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)

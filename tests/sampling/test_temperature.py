@@ -12,7 +12,7 @@ from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.sampling.batch import SamplingError, choose, distinct, exponent, log_weights, take
 from calm_scale.sampling.draws import draw_rows
 from calm_scale.sampling.exact import expected_draws, sample_exact
-from calm_scale.sampling.temperature import TemperedModel
+from calm_scale.sampling.temperature import TemperedModel, check_budget
 
 LAW = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05], dtype=torch.float64)
 
@@ -228,6 +228,15 @@ def test_tempered_model_reports_and_is_deterministic(law_model):
 def test_budget_below_one_round_is_refused(law_model):
     with pytest.raises(SamplingError, match="draw_budget 2"):
         TemperedModel(law_model(5, 1), "exact", GenerationConfig(temperature=0.2, draw_budget=2))
+
+
+def test_the_budget_is_checked_without_a_model():
+    tight = GenerationConfig(temperature=0.2, draw_budget=2)
+    with pytest.raises(ConfigError, match="draw_budget 2 is below the 5 draws"):
+        check_budget("exact", tight)
+    check_budget("batch", tight)
+    check_budget("exact", tight.model_copy(update={"temperature": 1.0}))
+    check_budget("exact", tight.model_copy(update={"draw_budget": 5}))
 
 
 def test_temperature_is_read_as_a_fraction():

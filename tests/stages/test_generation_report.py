@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from calm_scale.config import ConfigError, RunConfig
 from calm_scale.sampling.generate import Completion, Generation
-from calm_scale.stages.generate import _say_speed
+from calm_scale.stages.evaluate import run_evaluation
+from calm_scale.stages.generate import _say_speed, run_generation
 
 
 def _done(*heads: Any, fallbacks: int = 0) -> Generation:
@@ -23,3 +26,15 @@ def test_how_heads_were_completed_is_said(capsys: pytest.CaptureFixture[str]) ->
     assert "1 fall-back; 2 heads by Algorithm 2, N = 7 or more (1 forced: no draw agreed)" in said
     _say_speed(_done("none"))
     assert "head" not in capsys.readouterr().err
+
+
+def test_a_budget_too_small_for_a_round_is_told_before_anything_is_opened(tmp_path: Path) -> None:
+    """The folder is empty: whatever looked for a tokenizer, data or a checkpoint would complain of that."""
+    tight = {"algorithm": "exact", "temperature": 0.5, "draw_budget": 1}
+    run = RunConfig.model_validate(
+        {"name": "run", "workdir": tmp_path / "run", "generation": tight, "evaluation": tight}
+    )
+    with pytest.raises(ConfigError, match="draw_budget 1 is below the 2 draws"):
+        run_generation(run, prompts=["a"])
+    with pytest.raises(ConfigError, match="draw_budget 1 is below the 2 draws"):
+        run_evaluation(run)
