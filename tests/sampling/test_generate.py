@@ -115,6 +115,12 @@ def test_a_head_chosen_at_a_lower_order_is_a_fallback(script, letters, algorithm
     assert (torn.completions[0].head, torn.num_patches, torn.num_fallbacks) == ("agreed", 1, 1)
 
 
+def test_a_head_at_a_tiny_temperature_falls_back(script, letters):
+    settings = plain(algorithm="batch", temperature=1e-30, max_new_tokens=1)
+    out = generate(script(26, 4), letters, [list(range(6))], settings)
+    assert (out.completions[0].head, out.num_fallbacks) == ("agreed", 1)
+
+
 def test_a_forced_head_is_a_fallback(script, letters):
     out = generate(script(26, 4), letters, [[0, 1, 2, 3, 4, 9]], plain(draw_budget=60, max_new_tokens=1))
     assert (out.num_heads, out.num_forced_heads, out.num_fallbacks) == (1, 1, 1)
