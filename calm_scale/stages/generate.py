@@ -13,6 +13,7 @@ from rich.console import Console
 
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.files import write_atomically
 from calm_scale.config.wording import counted
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.json_lines import given_texts
@@ -100,9 +101,7 @@ def _write_lines(done: Generation, texts: Sequence[str], out: Path | None) -> No
         sys.stdout.write(lines)
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(out.name + ".tmp")
-        partial.write_text(lines, encoding="utf-8")
-        partial.replace(out)
+        write_atomically(out, lines)
 
 
 def _say_speed(done: Generation) -> None:
