@@ -19,6 +19,7 @@ from calm_scale.evaluation.evaluate import EvaluationResult
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
     from rich.table import Table
 
     from calm_scale.evaluation.exact import ExactScore
@@ -75,24 +76,55 @@ def load(path: Path) -> EvaluationResult:
     if raw.get("format") != FORMAT:
         raise NotAnEvaluationError(f"{path} is not a '{FORMAT}' file; {remedy}")
     try:
-        sums = raw["documents"]
-        hits, pairs, positions = (
-            np.array(sums[name], dtype=np.int64).reshape(-1, ORDERS)
-            for name in ("hits", "pairs", "positions")
-        )
         score = {key: _tuples(value) for key, value in raw["score"].items()}
-        ids = sums.get("ids")
-        counts = Counts(
-            hits,
-            pairs,
-            positions,
-            sums["num_samples"],
-            None if ids is None else np.array(ids, dtype=np.int64),
-        )
-        return EvaluationResult(BrierScore(**score), counts, dict(raw["protocol"]), dict(raw["execution"]))
+        protocol, execution = _object(raw, "protocol"), _object(raw, "execution")
+        _object({"provenance": {}, **protocol}, "provenance")
+        return EvaluationResult(BrierScore(**score), _counts(_object(raw, "documents")), protocol, execution)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise NotAnEvaluationError(f"{path} is damaged: {why}; run `calm-scale eval` again") from None
+
+
+def _object(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = raw[name]
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is not an object")
+    return value
+
+
+def _counts(sums: Mapping[str, Any]) -> Counts:
+    """The sums of a file, such as an evaluation can have counted.
+
+    Raises:
+        ValueError, KeyError: they are not.
+    """
+    num_samples = sums["num_samples"]
+    if type(num_samples) is not int or num_samples < 2:
+        raise ValueError(f"documents.num_samples is {num_samples!r}, not a whole number of 2 or more")
+    hits, pairs, positions = (_integers(sums, name, ORDERS) for name in ("hits", "pairs", "positions"))
+    ids = None if sums.get("ids") is None else _integers(sums, "ids")
+    if not len(hits) == len(pairs) == len(positions) == (len(hits) if ids is None else len(ids)):
+        raise ValueError("documents.hits, pairs, positions and ids differ in length")
+    if ids is not None and (np.diff(ids) <= 0).any():
+        raise ValueError("documents.ids do not ascend")
+    most = int(positions.max(initial=0)) * num_samples**2
+    if most * max(1, len(positions)) >= 2**62:
+        raise ValueError("documents.num_samples or positions are beyond any evaluation")
+    if (hits > num_samples * positions).any() or (
+        2 * pairs > num_samples * (num_samples - 1) * positions
+    ).any():
+        raise ValueError("documents.hits or pairs are more than the samples of their positions")
+    return Counts(hits, pairs, positions, num_samples, ids)
+
+
+def _integers(sums: Mapping[str, Any], name: str, *width: int) -> NDArray[np.int64]:
+    """The list ``sums[name]``, of rows of ``width`` if that is given, as int64."""
+    values = np.array(sums[name])
+    if values.size == 0:
+        return np.zeros((0, *width), dtype=np.int64)
+    if values.dtype.kind != "i" or values.shape[1:] != width or values.min() < 0:
+        raise ValueError(f"documents.{name} is not a list of counts" + "".join(f", {w} a row" for w in width))
+    return values.astype(np.int64)
 
 
 def table(result: EvaluationResult, title: str = "BrierLM") -> Table:

@@ -15,7 +15,7 @@ from calm_scale.evaluation.brier import EvaluationError, component_values
 from calm_scale.evaluation.compare import compare, table
 from calm_scale.evaluation.evaluate import evaluate
 from calm_scale.evaluation.exact import evaluate_exact
-from calm_scale.evaluation.report import load, save
+from calm_scale.evaluation.report import NotAnEvaluationError, load, save
 
 
 def blurred(chain, share):
@@ -112,6 +112,38 @@ def test_pairing_survives_the_file_and_an_old_file_is_refused(markov, chain, tmp
     (tmp_path / "old.json").write_text(json.dumps(raw))
     with pytest.raises(EvaluationError, match="second evaluation does not say which documents"):
         compare(result, load(tmp_path / "old.json"))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("documents", "num_samples"), "a", "num_samples is 'a'"),
+        (("documents", "num_samples"), 0, "num_samples is 0"),
+        (("documents", "num_samples"), 10**30, "beyond any evaluation"),
+        (("documents", "hits", 0, 0), 1e30, "hits is not a list of counts, 4 a row"),
+        (("documents", "hits", 0, 0), 10**30, "hits is not a list of counts"),
+        (("documents", "hits", 0, 0), 10**6, "more than the samples"),
+        (("documents", "pairs", 0, 0), -1, "pairs is not"),
+        (("documents", "positions", 0), [1, 2], "is damaged"),
+        (("documents", "hits"), [], "differ in length"),
+        (("documents", "ids"), [5, 4, 3, 2, 1, 0], "do not ascend"),
+        (("documents",), [], "documents is not an object"),
+        (("protocol", "provenance"), [], "provenance is not an object"),
+        (("protocol",), [], "protocol is not an object"),
+    ],
+)
+def test_an_edited_file_is_damaged_not_a_traceback(markov, chain, tmp_path, place, value, words):
+    model = markov(chain, 4)
+    path = tmp_path / "a.json"
+    save(evaluate(model, model.sequences(6, 40), EvaluationConfig(bootstrap=100)), path)
+    raw = json.loads(path.read_text())
+    inner = raw
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(raw))
+    with pytest.raises(NotAnEvaluationError, match=words):
+        load(path)
 
 
 def test_exact_scores_of_a_known_chain(markov, chain):
