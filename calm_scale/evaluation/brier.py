@@ -108,6 +108,10 @@ def match_counts(
         raise EvaluationError(
             f"samples must be [S, B, P, K] over truth [B, P, K]; got {list(samples.shape)} and {list(truth.shape)}"
         )
+    if valid is not None and valid.shape != truth.shape:
+        raise EvaluationError(
+            f"valid must be [B, P, K] like the truth; got {list(valid.shape)} and {list(truth.shape)}"
+        )
     num_samples = samples.shape[0]
     if num_samples < 2:
         raise EvaluationError(f"Brier needs at least 2 independent samples a position, got {num_samples}")
@@ -131,11 +135,21 @@ def counts_by_document(
     Args:
         samples, truth, valid: as in ``match_counts``.
         documents: int64 ``[B, P]`` ids 0..D−1; without it each of the B sequences is a document.
+
+    Raises:
+        EvaluationError: as ``match_counts``, or documents of another shape or with negative ids.
     """
     hits, pairs, counted = match_counts(samples, truth, valid)
     width, batch, num_positions = hits.shape
     if documents is None:
         documents = torch.arange(batch, device=truth.device)[:, None].expand(batch, num_positions)
+    if documents.shape != (batch, num_positions) or documents.is_floating_point():
+        raise EvaluationError(
+            f"documents must be whole ids [B, P] = {[batch, num_positions]}, one a position; got "
+            f"{list(documents.shape)} of {documents.dtype}"
+        )
+    if documents.numel() and int(documents.min()) < 0:
+        raise EvaluationError(f"documents must be ids from 0 on; got {int(documents.min())}")
     flat = documents.reshape(-1).to(hits.device)
     num_documents = int(flat.max()) + 1 if flat.numel() else 0
 
@@ -153,7 +167,11 @@ def score(counts: Counts, bootstrap: int = 1000, confidence: float = 0.95, seed:
     The components average over all positions first; the geometric mean comes last. BrierLM is None unless all
     four components are positive; an interval end is None where that quantile of the resampled composites is
     undefined. Fewer than two documents give no interval.
+
+    Raises:
+        EvaluationError: a confidence that is no share, or less than one resampling.
     """
+    check_bootstrap(bootstrap, confidence)
     total = counts.total()
     components = component_values(total)[0]
     composite = composite_of(components[None])[0]
@@ -181,6 +199,14 @@ def score(counts: Counts, bootstrap: int = 1000, confidence: float = 0.95, seed:
         confidence=confidence,
         bootstrap=bootstrap,
     )
+
+
+def check_bootstrap(bootstrap: int, confidence: float) -> None:
+    """Raises EvaluationError where no percentile interval can be made so."""
+    if not 0 < confidence < 1:
+        raise EvaluationError(f"confidence must lie between 0 and 1, both excluded; got {confidence}")
+    if bootstrap < 1:
+        raise EvaluationError(f"bootstrap must be at least 1 resampling; got {bootstrap}")
 
 
 def brier(

@@ -17,6 +17,7 @@ from calm_scale.evaluation.brier import (
     ORDERS,
     Counts,
     EvaluationError,
+    check_bootstrap,
     component_values,
     composite_of,
     resample,
@@ -77,7 +78,9 @@ def compare(
 
     Raises:
         NotComparableError: they did not score the same sequences, or fewer than 2 documents pair.
+        EvaluationError: a confidence that is no share, or less than one resampling.
     """
+    check_bootstrap(bootstrap, confidence)
     _same_sequences(a, b)
     pairs = _paired(a.counts, b.counts)
     num_documents = pairs[0].num_documents

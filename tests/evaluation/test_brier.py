@@ -157,3 +157,23 @@ def test_masked_positions_do_not_count():
 def test_shapes_are_checked(shape):
     with pytest.raises(EvaluationError):
         match_counts(torch.zeros(shape, dtype=torch.int64), torch.zeros(2, 3, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"documents": torch.full((2, 3), -1)}, "ids from 0 on; got -1"),
+        (
+            {"documents": torch.zeros(3, 2, dtype=torch.int64)},
+            r"documents must be whole ids \[B, P\] = \[2, 3\]",
+        ),
+        ({"documents": torch.zeros(2, 3)}, "of torch.float32"),
+        ({"valid": torch.ones(2, 3, 2, dtype=torch.bool)}, r"valid must be .* got \[2, 3, 2\]"),
+        ({"confidence": 2}, "confidence must lie between 0 and 1"),
+        ({"bootstrap": 0}, "at least 1 resampling"),
+    ],
+)
+def test_what_does_not_belong_to_the_samples_is_refused(more, words):
+    samples = torch.zeros(2, 2, 3, 4, dtype=torch.int64)
+    with pytest.raises(EvaluationError, match=words):
+        brier(samples, samples[0], **more)
