@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
+import stat
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,20 +15,17 @@ import xxhash
 import zstandard
 
 from calm_scale.config.data import SourceConfig
+from calm_scale.config.wording import counted
 from data_prep.errors import SourceError, SourceMistakeError
 from data_prep.hub import commit_of
 
-_KINDS = {
-    ".jsonl": "plain",
-    ".json": "plain",
-    ".ndjson": "plain",
-    ".jsonl.zst": "zst",
-    ".json.zst": "zst",
-    ".jsonl.zstd": "zst",
-    ".jsonl.gz": "gz",
-    ".json.gz": "gz",
-    ".parquet": "parquet",
+_LINES = (".jsonl", ".json", ".ndjson")
+_COMPRESSIONS = {"": "plain", ".zst": "zst", ".zstd": "zst", ".gz": "gz"}
+_KINDS = {f"{lines}{end}": kind for lines in _LINES for end, kind in _COMPRESSIONS.items()} | {
+    ".parquet": "parquet"
 }
+_NAMED = 3
+"""Files that a line names of those it counts."""
 _EXPANSION = {"plain": 1.0, "zst": 3.2, "gz": 3.0, "parquet": 2.0}
 _SAMPLE = 1 << 16
 
@@ -58,10 +59,10 @@ class Input:
         if self.kind in ("dataset", "hub"):
             return
         try:
-            stat = os.stat(self.name)  # noqa: PTH116
+            status = os.stat(self.name)  # noqa: PTH116
         except OSError as error:
             raise SourceError(f"{self.name} cannot be read: {error.strerror}") from None
-        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
             raise SourceError(
                 f"{self.name} changed while it was being read; rerun prep when nothing writes to it"
             )
@@ -76,61 +77,210 @@ def kind_of(path: Path) -> str | None:
 def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
     """Every input of every source, in the order in which its documents will stand.
 
+    Files of no known extension are left out; one line a source on stderr counts them.
+
     Raises:
-        SourceMistakeError: a pattern matches nothing readable, or a file is named twice.
+        SourceMistakeError: a pattern matches nothing readable, a file or a dataset is named twice, something that may
+            hold text cannot be looked into.
     """
     inputs: list[Input] = []
-    seen: dict[str, int] = {}
+    claims = _Claims()
     for number, source in enumerate(sources):
         if source.dataset is not None:
-            inputs.append(_describe_dataset(number, source.dataset, source.split))
+            inputs.append(_list_dataset(number, source.dataset, source.split, claims))
             continue
+        unknown: dict[Path, None] = {}
         for pattern in source.paths:
-            for path in _expand(pattern):
-                real = str(path.resolve())
-                if real in seen:
-                    if seen[real] == number:
-                        continue
-                    raise SourceMistakeError(
-                        f"{path} belongs to two sources ({seen[real]} and {number}); name it once"
-                    )
-                seen[real] = number
-                inputs.append(_describe(number, path))
+            found = _expand(pattern)
+            unknown |= dict.fromkeys(path for path in found if kind_of(path) is None)
+            readable = [path for path in found if kind_of(path)]
+            if not readable:
+                raise SourceMistakeError(_nothing(pattern, found))
+            inputs += [
+                _describe(number, path)
+                for path in readable
+                if claims.claim(str(path.resolve()), number, _shown(path))
+            ]
+        if unknown:
+            _tell_left_out(number, list(unknown))
     return inputs
 
 
-def _expand(pattern: str) -> list[Path]:
+class _Claims:
+    """Which source reads a file, or a name on a hub; ``None`` as its split is every split."""
+
+    def __init__(self) -> None:
+        self._claims: dict[str, dict[str | None, int]] = {}
+
+    def claim(self, key: str, source: int, what: str, split: str | None = None) -> bool:
+        """Whether ``source`` is the first to read ``key``; ``False`` where it does so already.
+
+        Raises:
+            SourceMistakeError: another source reads it.
+        """
+        claims = self._claims.setdefault(key, {})
+        for other_split, other in claims.items():
+            if split is None or other_split is None or other_split == split:
+                if other == source:
+                    return False
+                raise SourceMistakeError(
+                    f"{what} belongs to two sources ({other} and {source}) and would be stored twice; name it once"
+                )
+        claims[split] = source
+        return True
+
+
+def _nothing(pattern: str, found: list[Path]) -> str:
+    """Why a pattern gives no input, of all the files that it names."""
+    known = ", ".join(_KINDS)
     path = Path(pattern).expanduser()
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p) and not _hidden(p, path))
-        if not found:
-            raise SourceMistakeError(f"the folder {path} holds no file to read ({', '.join(_KINDS)})")
-        return found
-    if path.is_file():
-        if kind_of(path) is None:
-            raise SourceMistakeError(f"{path} has no known extension ({', '.join(_KINDS)})")
-        return [path]
-    matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True))  # noqa: PTH207
-    found = [p for p in matches if p.is_file() and kind_of(p)]
-    if not found:
-        raise SourceMistakeError(f"prep.sources: nothing readable matches {pattern!r}; check the path")
-    return found
+        return f"the folder {_shown(path)} holds no file to read ({known})"
+    if found == [path]:
+        return f"{_shown(path)} has no known extension ({known})"
+    others = f": {_some(found)} of no known extension ({known})" if found else ""
+    return f"prep.sources: nothing readable matches {pattern!r}{others}; check the path"
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+def _tell_left_out(number: int, unknown: list[Path]) -> None:
+    sys.stderr.write(
+        f"prep.sources[{number}]: {_some(unknown)} left out, of no known extension ({', '.join(_KINDS)})\n"
+    )
 
 
-def _describe_dataset(source: int, name: str, split: str) -> Input:
+def _some(paths: list[Path]) -> str:
+    names = [_shown(path) for path in paths[:_NAMED]] + ["…"] * (len(paths) > _NAMED)
+    return f"{counted(len(paths), 'file')} ({', '.join(names)})"
+
+
+def _shown(path: Path) -> str:
+    """A path that can be printed, whatever its bytes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _expand(pattern: str) -> list[Path]:
+    """The files that a path of a configuration names, sorted, whatever their extensions."""
+    try:
+        path = Path(pattern).expanduser()
+    except RuntimeError:
+        raise SourceMistakeError(
+            f"prep.sources: {pattern!r} begins with a user that this machine does not know: write the path out"
+        ) from None
+    matches = [path] if _status(path) else sorted(_matches(Path(), path.parts))
+    entered: set[tuple[int, int]] = set()
+    return sorted(file for match in matches for file in _files_at(match, entered))
+
+
+def _matches(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+    """What the parts of a glob match below a folder. ``**`` at the end is the folders themselves.
+
+    ``glob`` of the library passes over folders that it cannot list, and follows links that lead back many times.
+    """
+    if not parts:
+        if _status(folder, follow=False):
+            yield folder
+        return
+    first, rest = parts[0], parts[1:]
+    if not glob.has_magic(first):
+        yield from _matches(folder / first, rest)
+    elif not _is_folder(folder):
+        return
+    elif first == "**":
+        folders = [path for path, status in _below(folder, set()) if stat.S_ISDIR(status.st_mode)]
+        for below in folders if rest else [folder]:
+            yield from _matches(below, rest)
+    else:
+        for name in fnmatch.filter(_entries(folder), first):
+            if not name.startswith(".") or first.startswith("."):
+                yield from _matches(folder / name, rest)
+
+
+def _files_at(path: Path, entered: set[tuple[int, int]]) -> Iterator[Path]:
+    """The file ``path``, or the files below the folder ``path``: see ``_below``."""
+    for file, status in _below(path, entered):
+        if stat.S_ISREG(status.st_mode):
+            yield file
+        elif not stat.S_ISDIR(status.st_mode) and kind_of(file):
+            raise SourceMistakeError(f"{_shown(file)} is no regular file: name one that holds its text")
+
+
+def _below(path: Path, entered: set[tuple[int, int]]) -> Iterator[tuple[Path, os.stat_result]]:
+    """``path`` and all that is below it but what is hidden; no folder twice, since links may lead back.
+
+    Raises:
+        SourceMistakeError: a folder cannot be read, or a link leads nowhere.
+    """
+    waiting = [path]
+    while waiting:
+        here = waiting.pop()
+        status = _status(here)
+        if status is None:
+            raise _lost(here)
+        if stat.S_ISDIR(status.st_mode):
+            if (status.st_dev, status.st_ino) in entered:
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            waiting += [here / name for name in _entries(here) if not name.startswith(".")]
+        yield here, status
+
+
+def _is_folder(path: Path) -> bool:
+    status = _status(path)
+    if status is None and path.is_symlink():
+        raise _lost(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def _lost(path: Path) -> SourceMistakeError:
+    if path.is_symlink():
+        return SourceMistakeError(
+            f"{_shown(path)} is a link to {_shown(path.readlink())}, which is not there: repair or remove it"
+        )
+    return SourceMistakeError(
+        f"{_shown(path)} is not there any more; rerun prep when nothing changes its inputs"
+    )
+
+
+def _entries(folder: Path) -> list[str]:
+    """Names in a folder, last one first."""
+    try:
+        return sorted(os.listdir(folder), reverse=True)  # noqa: PTH208
+    except OSError as error:
+        raise SourceMistakeError(
+            f"the folder {_shown(folder)} cannot be read: {error.strerror}; make it readable or leave it out"
+        ) from None
+
+
+def _status(path: Path, *, follow: bool = True) -> os.stat_result | None:
+    """``None`` where nothing is there; of a link what it leads to, or with ``follow=False`` its own.
+
+    Raises:
+        SourceMistakeError: it cannot be told.
+    """
+    try:
+        return path.stat(follow_symlinks=follow)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise SourceMistakeError(f"{_shown(path)} cannot be read: {error.strerror}; check the path") from None
+
+
+def _list_dataset(source: int, name: str, split: str, claims: _Claims) -> Input:
     """A dataset on disk is known by the names, sizes and times of its files; one on a hub by its commit."""
     folder = Path(name)
-    if not folder.is_dir():
+    status = _status(folder)
+    if status is None or not stat.S_ISDIR(status.st_mode):
         if folder.is_absolute() or name.startswith(("./", "../", "~")):
             raise SourceMistakeError(f"prep.sources: there is no dataset folder {name}; check the path")
-        return Input(source, name, "hub", 0, 0, 0, commit_of(name, split))
-    files = [(p, p.stat()) for p in sorted(folder.rglob("*")) if p.is_file() and not _hidden(p, folder)]
-    facts = [f"{p.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}" for p, stat in files]
-    size = sum(stat.st_size for _, stat in files)
+        commit = commit_of(name, split)
+        return Input(source, name, "hub", 0, 0, 0, commit)
+    files = sorted(_files_at(folder, set()))
+    states = [path.stat() for path in files]
+    facts = [
+        f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}"
+        for path, state in zip(files, states, strict=True)
+    ]
+    size = sum(state.st_size for state in states)
     identity = xxhash.xxh3_128_hexdigest("\n".join([split, *facts]).encode())
     return Input(source, name, "dataset", size, 0, size, identity)
 
@@ -138,16 +288,16 @@ def _describe_dataset(source: int, name: str, split: str) -> Input:
 def _describe(source: int, path: Path) -> Input:
     kind = kind_of(path) or "plain"
     try:
-        stat = path.stat()
+        status = path.stat()
         with path.open("rb") as file:
             head = file.read(_SAMPLE)
-            file.seek(max(0, stat.st_size - _SAMPLE))
+            file.seek(max(0, status.st_size - _SAMPLE))
             tail = file.read(_SAMPLE)
     except OSError as error:
         raise SourceMistakeError(f"{path} cannot be read: {error.strerror}") from None
-    identity = xxhash.xxh3_128_hexdigest(f"{stat.st_size} ".encode() + head + tail)
-    text = _text_bytes(kind, head, stat.st_size)
-    return Input(source, str(path), kind, stat.st_size, stat.st_mtime_ns, text, identity)
+    identity = xxhash.xxh3_128_hexdigest(f"{status.st_size} ".encode() + head + tail)
+    text = _text_bytes(kind, head, status.st_size)
+    return Input(source, str(path), kind, status.st_size, status.st_mtime_ns, text, identity)
 
 
 def _text_bytes(kind: str, head: bytes, size: int) -> int:

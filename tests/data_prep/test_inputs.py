@@ -1,0 +1,145 @@
+"""What a source's paths name: nothing that holds text is left out in silence, and nothing is named twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calm_scale.config.data import SourceConfig
+from data_prep.errors import SourceMistakeError
+from data_prep.inputs import list_inputs
+
+RECORD = b'{"text": "a"}\n'
+
+
+def write(path: Path, data: bytes = RECORD) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def names(*patterns: Path | str) -> list[str]:
+    """The inputs of one source."""
+    return [item.name for item in list_inputs((SourceConfig(paths=tuple(map(str, patterns))),))]
+
+
+def listed(*sources: dict[str, Any]) -> list[str]:
+    """The inputs of several sources."""
+    return [item.name for item in list_inputs(tuple(map(SourceConfig.model_validate, sources)))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """``in/a.jsonl`` and ``in/sub/b.jsonl``."""
+    write(tmp_path / "in/a.jsonl")
+    write(tmp_path / "in/sub/b.jsonl")
+    return tmp_path / "in"
+
+
+def test_every_kind_of_lines_is_read_in_every_compression(tmp_path: Path) -> None:
+    ends = [f"{lines}{end}" for lines in ("jsonl", "JSON", "ndjson") for end in ("", ".zst", ".ZSTD", ".gz")]
+    files = sorted(
+        write(tmp_path / f"in/{number:02d}.{end}") for number, end in enumerate([*ends, "parquet"])
+    )
+    assert names(tmp_path / "in") == names(tmp_path / "in/*") == list(map(str, files))
+    assert [names(file) for file in files] == [[str(file)] for file in files]
+
+
+def test_a_linked_folder_is_entered_and_a_loop_ends(tmp_path: Path, folder: Path) -> None:
+    write(tmp_path / "elsewhere/c.jsonl")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "sub/loop").symlink_to(folder)
+    (tmp_path / "elsewhere/back").symlink_to(folder / "sub")
+    expected = [str(folder / name) for name in ("a.jsonl", "link/back/b.jsonl", "link/c.jsonl")]
+    assert names(folder) == names(folder / "*") == names(folder / "**") == expected
+
+
+def test_a_folder_that_a_glob_matches_is_entered(folder: Path) -> None:
+    write(folder / "sub/deep/c.jsonl")
+    write(folder / "sub/.hidden/d.jsonl")
+    expected = [str(folder / name) for name in ("a.jsonl", "sub/b.jsonl", "sub/deep/c.jsonl")]
+    assert names(folder / "*") == names(folder) == names(folder / "**") == expected
+    assert names(folder / "s*") == expected[1:]
+    assert names(folder / "*/**/[bc].jsonl") == names(folder / "**/[bc].jsonl") == expected[1:]
+    assert names(folder / "sub/.h*/*") == [str(folder / "sub/.hidden/d.jsonl")]
+    for pattern in ("none/**/*.jsonl", "none/*", "a.jsonl/*", "*/a.jsonl", "**/none.jsonl"):
+        with pytest.raises(SourceMistakeError, match="nothing readable matches"):
+            names(folder / pattern)
+
+
+@pytest.mark.parametrize("pattern", ["in", "in/*", "in/x.jsonl", "in/**/*.jsonl", "in/*/*.jsonl"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, folder: Path, pattern: str) -> None:
+    (folder / "x.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(
+        SourceMistakeError, match=r"in/x\.jsonl is a link to .*/gone\.jsonl, which is not there"
+    ):
+        names(tmp_path / pattern)
+
+
+def test_a_link_to_itself_is_named(folder: Path) -> None:
+    (folder / "x.jsonl").symlink_to(folder / "x.jsonl")
+    with pytest.raises(SourceMistakeError, match=r"in/x\.jsonl cannot be read: Too many levels"):
+        names(folder)
+
+
+def test_a_pipe_is_named(folder: Path) -> None:
+    os.mkfifo(folder / "x.jsonl")
+    with pytest.raises(SourceMistakeError, match=r"in/x\.jsonl is no regular file"):
+        names(folder)
+
+
+@pytest.mark.parametrize("pattern", ["in", "in/*", "in/*/*.jsonl", "in/**/b.jsonl"])
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, folder: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listdir = os.listdir
+
+    def refuse(path: Path) -> list[str]:
+        if Path(path) == folder / "sub":
+            raise PermissionError(13, "Permission denied")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)  # a mode would not stop a superuser
+    with pytest.raises(SourceMistakeError, match=r"the folder .*in/sub cannot be read: Permission denied"):
+        names(tmp_path / pattern)
+
+
+@pytest.mark.parametrize("pattern", ["in", "in/*"])
+def test_files_of_no_known_extension_are_told_once_a_source(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str], pattern: str
+) -> None:
+    names(tmp_path / pattern)
+    assert capsys.readouterr().err == ""
+    for name in ("README.md", "b.txt", "sub/c.jsonl.xz", "sub/d.csv", ".hidden.txt"):
+        write(folder / name)
+    assert len(names(tmp_path / pattern, folder)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    start = (
+        f"prep.sources[0]: 4 files ({folder}/README.md, {folder}/b.txt, {folder}/sub/c.jsonl.xz, …) left out"
+    )
+    assert said.startswith(start)
+    with pytest.raises(
+        SourceMistakeError, match=r"nothing readable matches .*1 file \(.*README\.md\) of no known"
+    ):
+        names(folder / "R*")
+
+
+def test_a_left_out_file_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "in/a.jsonl")
+    try:
+        write(tmp_path / "in" / os.fsdecode(b"caf\xe9.txt"))
+    except OSError:
+        pytest.skip("this file system has no such names")
+    assert len(names(tmp_path / "in")) == 1
+    assert r"in/caf\xe9.txt" in capsys.readouterr().err
+
+
+def test_a_file_named_twice_is_read_once_or_refused(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "other.jsonl").symlink_to(folder / "a.jsonl")
+    assert len(names(folder, folder / "a.jsonl", tmp_path / "other.jsonl")) == 2
+    with pytest.raises(SourceMistakeError, match=r"other\.jsonl belongs to two sources \(0 and 1\)"):
+        listed({"paths": [str(folder)]}, {"paths": [str(tmp_path / "other.jsonl")]})
