@@ -81,7 +81,7 @@ def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
 
     Raises:
         SourceMistakeError: a pattern matches nothing readable, a file or a dataset is named twice, something that may
-            hold text cannot be looked into.
+            hold text cannot be looked into, or a name is not UTF-8.
     """
     inputs: list[Input] = []
     claims = _Claims()
@@ -96,6 +96,7 @@ def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
             readable = [path for path in found if kind_of(path)]
             if not readable:
                 raise SourceMistakeError(_nothing(pattern, found))
+            _check_names(readable)
             inputs += [
                 _describe(number, path)
                 for path in readable
@@ -241,6 +242,16 @@ def _lost(path: Path) -> SourceMistakeError:
     )
 
 
+def _check_names(paths: list[Path]) -> None:
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise SourceMistakeError(
+                f"the name {os.fsencode(path)!r} is not UTF-8, and no plan can hold it: rename it"
+            ) from None
+
+
 def _entries(folder: Path) -> list[str]:
     """Names in a folder, last one first."""
     try:
@@ -275,6 +286,7 @@ def _list_dataset(source: int, name: str, split: str, claims: _Claims) -> Input:
         commit = commit_of(name, split)
         return Input(source, name, "hub", 0, 0, 0, commit)
     files = sorted(_files_at(folder, set()))
+    _check_names(files)
     states = [path.stat() for path in files]
     facts = [
         f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}"

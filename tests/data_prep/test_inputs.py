@@ -128,6 +128,23 @@ def test_files_of_no_known_extension_are_told_once_a_source(
         names(folder / "R*")
 
 
+@pytest.mark.parametrize("name", [b"caf\xe9.jsonl", b"caf\xe9/a.jsonl"])
+def test_a_name_that_is_not_utf_8_is_refused(
+    tmp_path: Path, name: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "in/a.jsonl")
+    try:
+        write(tmp_path / "in" / os.fsdecode(name))
+    except OSError:
+        pytest.skip("this file system has no such names")
+    for source in ({"paths": [str(tmp_path / "in")]}, {"paths": [str(tmp_path / "in/*")]}):
+        with pytest.raises(SourceMistakeError, match=r"in/caf\\xe9.* is not UTF-8.*rename it"):
+            listed(source)
+    with pytest.raises(SourceMistakeError, match=r"in/caf\\xe9.* is not UTF-8.*rename it"):
+        listed({"dataset": str(tmp_path / "in")})
+    assert capsys.readouterr().err == ""
+
+
 def test_a_left_out_file_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "in/a.jsonl")
     try:
