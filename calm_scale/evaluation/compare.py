@@ -171,8 +171,7 @@ def _paired(a: Counts, b: Counts) -> list[Counts]:
 
 
 def _protocol_differences(a: EvaluationResult, b: EvaluationResult) -> tuple[str, ...]:
-    return tuple(
-        f"{key}: a {a.protocol.get(key)}, b {b.protocol.get(key)}"
-        for key in _WORTH_SAYING
-        if a.protocol.get(key) != b.protocol.get(key)
-    )
+    steps = [r.protocol.get("provenance", {}).get("sampling_steps") for r in (a, b)]
+    values = {key: (a.protocol.get(key), b.protocol.get(key)) for key in _WORTH_SAYING}
+    values["sampling_steps"] = (steps[0], steps[1])
+    return tuple(f"{key}: a {x}, b {y}" for key, (x, y) in values.items() if x != y)

@@ -20,6 +20,7 @@ from calm_scale.stages.splits import open_split
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from calm_scale.config.lm import LMStage
     from calm_scale.evaluation.evaluate import EvaluationResult
     from calm_scale.evaluation.sequences import Crew
     from calm_scale.stages.model import OpenModel
@@ -49,7 +50,7 @@ def run_evaluation(
         dataset = make_ready(config, dataset, world)
         opened = open_model(config, world, step, tensor)
         crew = world if tensor == 1 else Teams(world, tensor)
-        provenance = opened.provenance(dataset.fingerprint)
+        provenance = {**opened.provenance(dataset.fingerprint), **_walk_of(stage)}
         with shown("BrierLM", Console(stderr=True, quiet=not world.is_first)) as on_sequence:
             result = evaluate(
                 TemperedModel(opened.model, config.evaluation.algorithm, config.evaluation),
@@ -88,6 +89,12 @@ def results_folder(config: RunConfig, card: Card, data_fingerprint: str) -> Path
     if own_data.resolve() == config.data_dir.resolve() and own_split == config.evaluation.split:
         return folder
     return folder / f"data-{data_fingerprint[:8]}"
+
+
+def _walk_of(stage: LMStage) -> dict[str, str]:
+    """The steps that a flow or diffusion head takes to a sample: the document's, which may not be the trained run's."""
+    steps = getattr(stage.head, "sampling_steps", None)
+    return {} if steps is None else {"sampling_steps": str(steps)}
 
 
 def _exact(

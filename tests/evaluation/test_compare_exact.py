@@ -146,6 +146,14 @@ def test_an_edited_file_is_damaged_not_a_traceback(markov, chain, tmp_path, plac
         load(path)
 
 
+def test_other_sampling_steps_are_named(markov, chain):
+    model = markov(chain, 4)
+    config, sequences = EvaluationConfig(bootstrap=100), model.sequences(6, 40)
+    a, b = (evaluate(model, sequences, config, provenance={"sampling_steps": n}) for n in ("4", "8"))
+    assert compare(a, b).protocol_differences == ("sampling_steps: a 4, b 8",)
+    assert compare(a, a).protocol_differences == ()
+
+
 def test_exact_scores_of_a_known_chain(markov, chain):
     """Cross-entropy and Brier-1 equal the closed form to rounding, Brier-2..4 within the sampled prefixes' noise."""
     model = markov(chain, 1)

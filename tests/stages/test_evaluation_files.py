@@ -18,6 +18,7 @@ import torch
 
 from calm_scale.checkpoint.card import Card, Counters
 from calm_scale.config import RunConfig
+from calm_scale.config.lm import FlowHeadConfig
 from calm_scale.stages import evaluate as stage
 from calm_scale.stages.model import OpenModel
 
@@ -127,3 +128,10 @@ def test_a_full_disk_leaves_nothing_half_written(
         stage.run_evaluation(run, json_file=tmp_path / "mine.json")
     assert broken not in _names(tmp_path)
     assert not [name for name in _names(tmp_path) if name.endswith((".tmp", ".part"))]
+
+
+def test_the_walk_of_a_flow_head_is_part_of_the_provenance(run: RunConfig) -> None:
+    assert run.lm is not None
+    assert stage._walk_of(run.lm) == {}
+    flow = run.lm.model_copy(update={"head": FlowHeadConfig(sampling_steps=6)})
+    assert stage._walk_of(flow) == {"sampling_steps": "6"}
