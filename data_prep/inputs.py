@@ -86,6 +86,7 @@ def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
     inputs: list[Input] = []
     claims = _Claims()
     for number, source in enumerate(sources):
+        _check_fields(number, source)
         if source.dataset is not None:
             inputs.append(_list_dataset(number, source.dataset, source.split, claims))
             continue
@@ -129,6 +130,18 @@ class _Claims:
                 )
         claims[split] = source
         return True
+
+
+def _check_fields(number: int, source: SourceConfig) -> None:
+    if source.text_field == "meta" and (source.include_sets or source.exclude_sets):
+        raise SourceMistakeError(
+            f"prep.sources[{number}]: text_field is `meta`, where include_sets and exclude_sets look for the set's "
+            "name: take the filters out, or name another field"
+        )
+    if not all(name.strip() for name in (source.paths if source.dataset is None else [source.dataset])):
+        raise SourceMistakeError(
+            f"prep.sources[{number}] holds an empty path: name a file, a glob or a folder (`.` is the current one)"
+        )
 
 
 def _nothing(pattern: str, found: list[Path]) -> str:

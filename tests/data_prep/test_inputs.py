@@ -155,6 +155,23 @@ def test_a_left_out_file_may_have_any_name(tmp_path: Path, capsys: pytest.Captur
     assert r"in/caf\xe9.txt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"paths": [""]}, "holds an empty path"),
+        ({"dataset": ""}, "holds an empty path"),
+        ({"paths": ["~nosuchuser/x"]}, "'~nosuchuser/x' begins with a user that this machine does not know"),
+        ({"paths": ["a\0b"]}, "nothing readable matches"),
+        ({"paths": ["a" * 5000]}, "cannot be read: File name too long"),
+        ({"paths": ["x"], "text_field": "meta", "include_sets": ["A"]}, "text_field is `meta`"),
+        ({"paths": ["x"], "text_field": "meta", "exclude_sets": ["A"]}, "text_field is `meta`"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_mistake(source: dict[str, Any], message: str) -> None:
+    with pytest.raises(SourceMistakeError, match=message):
+        listed(source)
+
+
 def test_a_file_named_twice_is_read_once_or_refused(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "other.jsonl").symlink_to(folder / "a.jsonl")
     assert len(names(folder, folder / "a.jsonl", tmp_path / "other.jsonl")) == 2
