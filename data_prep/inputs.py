@@ -297,9 +297,11 @@ def _list_dataset(source: int, name: str, split: str, claims: _Claims) -> Input:
         if folder.is_absolute() or name.startswith(("./", "../", "~")):
             raise SourceMistakeError(f"prep.sources: there is no dataset folder {name}; check the path")
         commit = commit_of(name, split)
+        claims.claim(f"hub {commit or name}", source, f"the dataset {name!r} (split {split!r})", split)
         return Input(source, name, "hub", 0, 0, 0, commit)
     files = sorted(_files_at(folder, set()))
     _check_names(files)
+    _claim_dataset(source, folder, files, split, claims)
     states = [path.stat() for path in files]
     facts = [
         f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}"
@@ -308,6 +310,16 @@ def _list_dataset(source: int, name: str, split: str, claims: _Claims) -> Input:
     size = sum(state.st_size for state in states)
     identity = xxhash.xxh3_128_hexdigest("\n".join([split, *facts]).encode())
     return Input(source, name, "dataset", size, 0, size, identity)
+
+
+def _claim_dataset(source: int, folder: Path, files: list[Path], split: str, claims: _Claims) -> None:
+    """Claim the files that a split is read from: a saved dataset keeps each split in a folder, or has one alone."""
+    saved_splits = (folder / "dataset_dict.json").exists()
+    mine = [path for path in files if path.is_relative_to(folder / split)] if saved_splits else files
+    whole = saved_splits or (folder / "state.json").exists()
+    for path in mine:
+        what = f"{path} of the dataset {str(folder)!r}"
+        claims.claim(str(path.resolve()), source, what, None if whole else split)
 
 
 def _describe(source: int, path: Path) -> Input:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from calm_scale.config.data import SourceConfig
+from data_prep import inputs
 from data_prep.errors import SourceMistakeError
 from data_prep.inputs import list_inputs
 
@@ -177,3 +179,44 @@ def test_a_file_named_twice_is_read_once_or_refused(tmp_path: Path, folder: Path
     assert len(names(folder, folder / "a.jsonl", tmp_path / "other.jsonl")) == 2
     with pytest.raises(SourceMistakeError, match=r"other\.jsonl belongs to two sources \(0 and 1\)"):
         listed({"paths": [str(folder)]}, {"paths": [str(tmp_path / "other.jsonl")]})
+
+
+def save(folder: Path, *splits: str) -> str:
+    """A saved dataset, with these splits if any."""
+    import datasets
+
+    table = datasets.Dataset.from_dict({"text": ["a"]})
+    (datasets.DatasetDict(dict.fromkeys(splits, table)) if splits else table).save_to_disk(str(folder))
+    return str(folder)
+
+
+def test_a_dataset_named_twice_is_refused(tmp_path: Path, folder: Path, kit: SimpleNamespace) -> None:
+    one, many = save(tmp_path / "ds"), save(tmp_path / "dd", "train", "test")
+    (tmp_path / "link").symlink_to(tmp_path / "ds")
+    twice: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"dataset": one}, {"dataset": one}),
+        ({"dataset": one}, {"dataset": f"{one}/"}),
+        ({"dataset": one}, {"dataset": str(tmp_path / "link")}),
+        ({"dataset": one}, {"dataset": one, "split": "test"}),  # it has one split, whatever its name
+        ({"dataset": many}, {"dataset": f"{many}/train"}),
+        ({"dataset": str(folder)}, {"paths": [str(folder)]}),
+        ({"dataset": str(folder), "split": "test"}, {"paths": [str(folder / "sub/*.jsonl")]}),
+        ({"paths": [str(folder / "a.jsonl")]}, {"dataset": str(folder)}),
+    ]
+    for sources in twice:
+        with pytest.raises(SourceMistakeError, match=r"belongs to two sources \(0 and 1\).*name it once"):
+            listed(*sources)
+    for path in (many, str(folder)):
+        assert listed({"dataset": path}, {"dataset": path, "split": "test"}) == [path, path]
+    assert len(listed({"dataset": many}, {"dataset": f"{many}/test"})) == 2
+    assert len(listed({"dataset": one}, {"dataset": many}, {"paths": [str(folder)]})) == 4
+
+
+def test_a_name_on_a_hub_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = {"org/a": "1" * 40, "a": "1" * 40, "org/b": "2" * 40, "org/c": "", "org/d": ""}
+    monkeypatch.setattr(inputs, "commit_of", lambda name, split: commits[name])
+    for first, second in (("org/a", "org/a"), ("org/a", "a"), ("org/c", "org/c")):
+        with pytest.raises(SourceMistakeError, match=rf"'{second}' \(split 'train'\) belongs to two sources"):
+            listed({"dataset": first}, {"dataset": second})
+        assert len(listed({"dataset": first}, {"dataset": second, "split": "test"})) == 2
+    assert len(listed(*({"dataset": name} for name in ("org/a", "org/b", "org/c", "org/d")))) == 4
