@@ -253,4 +253,5 @@ class _explained:  # noqa: N801 - reads as a word in `with _explained(...)`
             raise InteropError(f"{self.where} lacks {error} of a published {self.what}") from None
         if isinstance(error, TypeError | ValueError):
             why = findings(error) if isinstance(error, ValidationError) else str(error)
-            raise InteropError(f"{self.where} is no {self.what} we can build: {why}") from None
+            article = "an" if self.what[0] in "aeiou" else "a"
+            raise InteropError(f"{self.where} is not {article} {self.what} we can build: {why}") from None

@@ -85,7 +85,7 @@ def test_what_changes_nothing_is_taken(tmp_path):
 
 def test_an_error_names_the_model_in_good_english(tmp_path):
     settings.write({**LM, "num_encoder_layers": 3, "num_decoder_layers": 2}, tmp_path)
-    with pytest.raises(InteropError, match="is no autoencoder we can build"):
+    with pytest.raises(InteropError, match="is not an autoencoder we can build"):
         settings.autoencoder_sections(settings.read(tmp_path), tmp_path)
 
 
