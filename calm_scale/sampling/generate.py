@@ -130,7 +130,7 @@ def generate(
         num_patches=tally.num_patches,
         num_draws=tally.num_draws,
         num_fallbacks=tally.num_fallbacks,
-        head_sampler=_head_sampler(tempered, config.num_candidates),
+        head_sampler=_head_sampler(tempered, min(config.num_candidates, config.draw_budget)),
     )
 
 
@@ -231,7 +231,10 @@ class _Batch:
 
 
 def _head_sampler(tempered: TemperedModel, num_candidates: int) -> str:
-    """How a ragged head is completed, in words: with Algorithm 2's weights whatever draws the other patches."""
+    """How a ragged head is completed, in words: with Algorithm 2's weights whatever draws the other patches.
+
+    ``num_candidates``: of the first round.
+    """
     if tempered.temperature == 1:
         return f"among the agreeing of N = {num_candidates} or more draws"
     return f"by Algorithm 2, N = {num_candidates} or more"

@@ -124,6 +124,8 @@ def test_a_head_at_a_tiny_temperature_falls_back(script, letters):
 def test_a_forced_head_is_a_fallback(script, letters):
     out = generate(script(26, 4), letters, [[0, 1, 2, 3, 4, 9]], plain(draw_budget=60, max_new_tokens=1))
     assert (out.num_heads, out.num_forced_heads, out.num_fallbacks) == (1, 1, 1)
+    tight = generate(script(26, 4), letters, [[0, 1, 2, 3, 4, 9]], plain(draw_budget=3, max_new_tokens=1))
+    assert "N = 3 or more" in tight.head_sampler
 
 
 def test_same_seed_same_text(script, letters):
