@@ -72,7 +72,7 @@ class ByteStream:
         while True:
             waiting = waiting or self._read(file)
             if self.notes["gzip_members"]:
-                waiting = waiting.lstrip(b"\0")  # zero padding is allowed after a member, not before the first
+                waiting = waiting.lstrip(b"\0")  # zero padding may follow a member
             if not waiting:
                 if not self._read_more(file):
                     return
