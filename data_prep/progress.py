@@ -49,7 +49,10 @@ class ProgressLine:
         self._thread.join()
         event = "workers done" if kind is None else "failed"
         log_event(
-            self._journal.data_dir, event, **self._numbers(), **({"error": str(error) or kind.__name__} if kind else {})
+            self._journal.data_dir,
+            event,
+            **self._numbers(),
+            **({"error": str(error) or kind.__name__} if kind else {}),
         )
 
     def _numbers(self) -> dict[str, Any]:
