@@ -47,7 +47,7 @@ class FolderLock:
         """Take the lock.
 
         Raises:
-            PrepError: another prep holds it; says which.
+            PrepError: another command holds it; says which.
         """
         file = self._path.open("a+", encoding="utf-8")
         if not lock(file):
@@ -55,7 +55,7 @@ class FolderLock:
             holder = file.read().strip() or "another process"
             file.close()
             raise PrepMistakeError(
-                f"another prep is writing {self._path.parent} ({holder}); wait for it, or end it first"
+                f"another command is writing {self._path.parent} ({holder}); wait for it, or end it first"
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
+from calm_scale.autoencoder.export import save_weights
 from calm_scale.config.base import CalmScaleError, Section
 from calm_scale.config.stored import checked, read_object
 
@@ -104,7 +104,7 @@ class ZeroState:
         }
         for file, names in files.items():
             if f"{names[0]}/weight" in share:
-                save_file(dict(share), directory / file)
+                save_weights(dict(share), directory / file)
         if rank == 0:
             index = StateIndex(
                 optimizer_steps=optimizer_steps,

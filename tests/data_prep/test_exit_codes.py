@@ -86,7 +86,7 @@ def test_the_wrong_launcher_exits_with_2(
 def test_a_folder_in_use_or_of_another_plan_exits_with_2(prep: Prep, document: Path, tmp_path: Path) -> None:
     with FolderLock(tmp_path / "run/data"):
         code, said = prep(document)
-    assert (code, "another prep is writing" in said) == (2, True)
+    assert (code, "another command is writing" in said) == (2, True)
     assert prep(document)[0] == 0
     code, said = prep(document, "--set", "prep.packing=concat", "--set", "prep.sequence_length=64")
     assert (code, "sequence_length: 32 → 64" in said) == (2, True)
