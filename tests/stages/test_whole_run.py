@@ -193,6 +193,17 @@ def test_resume_check_tells_safe_from_forbidden(trained: TinyRun) -> None:
         ),
         (["eval", "{doc}", "--step", "5"], 2, "Complete steps: 2, 4, 6"),
         (
+            ["eval", "{doc}", "--set", "lm.backbone.num_heads=1"],
+            2,
+            "lm.backbone.num_heads: trained with 2, now 1",
+        ),
+        (
+            ["generate", "{doc}", "--set", "lm.backbone.rope_theta=5"],
+            2,
+            "lm.backbone.rope_theta: trained with",
+        ),
+        (["score", "{doc}", "--text", "The sea", "--set", "lm.head.num_blocks=2"], 2, "lm.head.num_blocks"),
+        (
             ["eval", "{doc}", "--set", "evaluation.split=train", "--set", "workdir=/tmp/nowhere"],
             2,
             "no prepared",
