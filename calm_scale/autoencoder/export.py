@@ -110,7 +110,9 @@ def write_export(
     return card
 
 
-def save_weights(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+def save_weights(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
     """A safetensors file that whoever may read the files beside it may read too: safetensors itself makes it 0600.
 
     Raises:

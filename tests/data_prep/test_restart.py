@@ -240,7 +240,10 @@ def test_two_preps_on_one_folder_are_refused(tmp_path: Path, corpus: Path, make_
     from data_prep.journal import FolderLock
 
     config = make_config(corpus, **SETTINGS)
-    with FolderLock(config.data_dir), pytest.raises(PrepError, match=rf"another command.*process {os.getpid()}"):
+    with (
+        FolderLock(config.data_dir),
+        pytest.raises(PrepError, match=rf"another command.*process {os.getpid()}"),
+    ):
         prepare(config, show=False)
     prepare(config, show=False)
 
