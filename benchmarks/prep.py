@@ -217,7 +217,7 @@ def against_tiktoken(bench: Bench) -> None:
     """With tiktoken as the encoder, against tiktoken alone in one thread: as one worker runs (its reader beside it),
     and with all of it held to one core. Alternating."""
     free, pinned = [], []
-    for _ in range(bench.repeats):
+    for _ in range(max(5, bench.repeats)):
         arguments = (*map(str, bench.files), str(bench.model))
         raw = run_peer(bench.core, "tiktoken", *arguments, cpu=bench.cpu)[1]["tokens_per_second"]
         say("tiktoken_raw_mtok_per_s", raw / 1e6)
