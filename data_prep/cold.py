@@ -6,20 +6,18 @@ sequences; a skippable frame with the frame offsets. Every standard zstd tool ca
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from calm_scale.config.files import new_file
 from data_prep.errors import ShardError
-from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
+from data_prep.manifest import Manifest, ShardEntry
 from data_prep.shards import HEADER_BYTES, MAGIC, SUFFIX, ShardHeader, map_tokens, parse_header, read_header
 
 COLD_SUFFIX = ".zst"
@@ -54,37 +52,6 @@ def expand_split(split_dir: Path) -> Manifest:
     return _convert(split_dir, False, _expand)
 
 
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file written beside ``path``, which takes that name once all of it is on the disk; after a failure it is gone.
-
-    Raises:
-        OSError: names ``path``.
-    """
-    part = path.with_name(path.name + ".part")
-    try:
-        with naming(path):
-            with part.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an OSError that says no file (a write to a full disk) say ``path``."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            error.filename = str(path)
-        raise
-
-
 def _convert(split_dir: Path, compressed: bool, write: Callable[[Path, Path, ShardEntry], None]) -> Manifest:
     from data_prep.journal import FolderLock  # slow to import, and no reader of shards needs it
 
@@ -101,19 +68,23 @@ def _convert(split_dir: Path, compressed: bool, write: Callable[[Path, Path, Sha
                 elif (split_dir / _in_form(entry, not compressed).name).exists():
                     _refuse_damaged(split_dir / entry.name, entry)  # the other form may be the only good one
             if written:
-                with naming(split_dir / MANIFEST_NAME):
-                    new.write(split_dir)
+                new.write(split_dir)
         except BaseException:
             _remove_unnamed(written, Manifest.read(split_dir))
             raise
-        patterns = (f"*{SUFFIX}", f"*{SUFFIX}{COLD_SUFFIX}", "*.part")
-        _remove_unnamed([path for pattern in patterns for path in split_dir.glob(pattern)], new)
+        remove_unnamed(split_dir, new)
     return new
 
 
 def _in_form(entry: ShardEntry, compressed: bool) -> ShardEntry:
     name = entry.name.removesuffix(COLD_SUFFIX) + (COLD_SUFFIX if compressed else "")
     return entry.model_copy(update={"name": name, "compressed": compressed})
+
+
+def remove_unnamed(split_dir: Path, manifest: Manifest) -> None:
+    """Remove the shards of a split that its manifest does not name, and parts of shards, which nobody does."""
+    patterns = (f"*{SUFFIX}", f"*{SUFFIX}{COLD_SUFFIX}", "*.part")
+    _remove_unnamed([path for pattern in patterns for path in split_dir.glob(pattern)], manifest)
 
 
 def _remove_unnamed(paths: list[Path], manifest: Manifest) -> None:

@@ -72,7 +72,7 @@ def estimate(config: RunConfig) -> Estimate:
         raise ConfigError(f"run {config.name}: there is no `prep` section")
     inputs = list_inputs(config.prep.sources)
     text = sum(item.text_bytes for item in inputs)
-    first = next((item for item in inputs if item.kind not in ("dataset", "hub")), None)
+    first = next((item for item in inputs if not item.is_dataset), None)
     field = config.prep.sources[first.source].text_field if first is not None else ""
     documents = list(_first_documents(first.name, field)) if first is not None else []
     sampled = sum(len(document.encode()) for document in documents)

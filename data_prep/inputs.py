@@ -50,13 +50,18 @@ class Input:
         """Plain values, for the plan and the provenance."""
         return asdict(self)
 
+    @property
+    def is_dataset(self) -> bool:
+        """Whether ``datasets`` reads it: from a folder, or from a hub."""
+        return self.kind in ("dataset", "hub")
+
     def check_unchanged(self) -> None:
         """Refuse an input that is not what it was when the plan was made.
 
         Raises:
             SourceError: it is gone, or its size or time of change differs.
         """
-        if self.kind in ("dataset", "hub"):
+        if self.is_dataset:
             return
         try:
             status = os.stat(self.name)  # noqa: PTH116

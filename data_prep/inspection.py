@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from calm_scale.config.data import TokenizerConfig
+from calm_scale.config.files import new_file
 from calm_scale.config.stored import checked
-from data_prep.cold import new_file
 from data_prep.errors import ShardMistakeError, TokenizerMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.reading import ShardDataset

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from calm_scale.config.data import SPLITS
 from calm_scale.config.files import lock, write_atomically
 from calm_scale.config.stored import checked, read_object
 from data_prep.errors import PrepError, PrepMistakeError
-from data_prep.manifest import Manifest
 from data_prep.plan import Plan
 from data_prep.record import SegmentRecord
 
-SPLIT_NAMES = ("train", "autoencoder", "heldout")
 WORK_FOLDER = ".prep"
 
 
@@ -99,7 +98,7 @@ class Journal:
             (self.data_dir / name).unlink(missing_ok=True)
         for leftover in (*self.root.glob("attempt-*"),):
             shutil.rmtree(leftover, ignore_errors=True)
-        places = (self.data_dir, *(self.data_dir / name for name in SPLIT_NAMES), self.root / "records")
+        places = (self.data_dir, *(self.data_dir / name for name in SPLITS), self.root / "records")
         for part in [part for place in places for part in place.glob("*.part")]:
             part.unlink(missing_ok=True)
         for folder in (self.root / "records", self.attempt_dir / "claims", self.attempt_dir / "progress"):
@@ -128,7 +127,7 @@ class Journal:
             )
 
     def _refuse_strangers(self) -> None:
-        manifests = [self.data_dir / folder / "manifest.json" for folder in (".", *SPLIT_NAMES)]
+        manifests = [self.data_dir / folder / "manifest.json" for folder in (".", *SPLITS)]
         found = next((path for path in manifests if path.exists()), None)
         if found is not None:
             raise PrepMistakeError(
@@ -139,7 +138,7 @@ class Journal:
     def clear(self) -> None:
         """Remove every shard, manifest and record of earlier work; nothing that a prep has not written."""
         self.discard_work()
-        for name in SPLIT_NAMES:
+        for name in SPLITS:
             for pattern in ("*.shard", "*.shard.zst", "*.part", "manifest.json"):
                 for path in (self.data_dir / name).glob(pattern):
                     path.unlink()
@@ -155,14 +154,6 @@ class Journal:
     def _remove_discarded(self) -> None:
         for leftover in (*self.data_dir.glob(f"{WORK_FOLDER}-discarded-*"),):
             shutil.rmtree(leftover, ignore_errors=True)
-
-    def remove_unnamed(self, manifest: Manifest) -> None:
-        """Remove the shards of a split that its manifest does not name: of an input that was left out, say."""
-        named = {entry.name for entry in manifest.shards}
-        for pattern in ("*.shard", "*.shard.zst"):
-            for path in (self.data_dir / manifest.split).glob(pattern):
-                if path.name not in named:
-                    path.unlink()
 
     def record_path(self, item: int, segment: int) -> Path:
         """Where the record of (input, segment) stands; its tails and rejected lines stand beside it."""

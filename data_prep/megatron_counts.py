@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict
 
 from calm_scale.config.files import write_atomically
 from calm_scale.config.stored import checked, read_object
-from data_prep.cold import naming
 from data_prep.errors import ShardMistakeError
 from data_prep.manifest import DocumentCounts, Manifest
 from data_prep.tokenizer import Tokenizer
@@ -91,8 +90,7 @@ class Tally:
             tokens=self._hash.hexdigest(),
             lengths=_digest(lengths.astype("<i4")),
         )
-        with naming(path):
-            write_atomically(path, json.dumps(found.model_dump(), indent=1) + "\n")
+        write_atomically(path, json.dumps(found.model_dump(), indent=1) + "\n")
 
 
 def counts_path(prefix: Path) -> Path:

@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from calm_scale.config.data import PrepConfig, TokenizerConfig
+from calm_scale.config.files import naming, new_file
 from calm_scale.config.wording import counted
-from data_prep.cold import naming, new_file
 from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
 from data_prep.journal import FolderLock
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry, SourceEntry, TokenCounts
@@ -251,8 +251,7 @@ def import_megatron(
                 },
             }
         )
-        with naming(data_dir / split / MANIFEST_NAME):
-            manifest.write(data_dir / split)
+        manifest.write(data_dir / split)
     return manifest
 
 

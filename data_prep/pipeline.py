@@ -13,7 +13,7 @@ from typing import TypeVar
 from calm_scale.config import RunConfig
 from calm_scale.config.base import CalmScaleError
 from data_prep.assemble import check_limit, collect, reweigh, write_rejected, write_split
-from data_prep.cold import ColdShard
+from data_prep.cold import ColdShard, remove_unnamed
 from data_prep.dedup import find_duplicates
 from data_prep.errors import EncoderMismatchError, PrepError, ShardError, StarvedSplitError, explain
 from data_prep.inspection import store_definition
@@ -223,7 +223,7 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
         store_definition(plan.tokenizer_config.path, journal.data_dir)
     for manifest in manifests:
         manifest.write(journal.data_dir / manifest.split)
-        journal.remove_unnamed(manifest)
+        remove_unnamed(journal.data_dir / manifest.split, manifest)
     work = total_progress(journal.attempt_dir / "progress", "encode")
     names = ("text", "bos", "eos", "padding", "tail", "stored")
     report = PrepReport(

@@ -31,7 +31,7 @@ class Reader:
     def _rows(self) -> LineStream | ParquetRows | DatasetRows:
         """Opened by the first segment that is read, so that what is wrong with the file is found there."""
         item, source = self.item, self._source
-        if item.kind in ("dataset", "hub"):
+        if item.is_dataset:
             commit = item.identity if item.kind == "hub" else None
             return DatasetRows(item.name, source.split, source.text_field, self._segment_bytes, commit)
         if item.kind == "parquet":

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from calm_scale.config.base import Section
 
+SPLITS = ("train", "autoencoder", "heldout")
+"""What `prep` divides the documents into; each is a folder of its own."""
+
 
 class TokenizerConfig(Section):
     """The tokenizer shared by every stage of a run.

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config.data import SPLITS
 from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
 from calm_scale.config.wording import counted
 
 if TYPE_CHECKING:
     from data_prep.manifest import Manifest
-
-SPLITS = ("train", "autoencoder", "heldout")
 
 
 def verify_shards(folder: Path) -> int:
