@@ -170,9 +170,7 @@ def _tokenizers(
     run = RunConfig.model_validate(config)
     try:
         return card.tokenizer_fingerprint, load_tokenizer(run.tokenizer, run.tokenizer_path).fingerprint
-    except (
-        Exception
-    ) as error:  # the library names a broken file in many ways; none of them is the run's tokenizer
+    except Exception as error:  # a broken file, in one of many words: it is not the run's tokenizer
         return card.tokenizer_fingerprint, f"cannot be loaded: {error}"
 
 

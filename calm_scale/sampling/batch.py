@@ -72,9 +72,13 @@ class BatchChoice:
     index: Tensor
     order: Tensor
 
+    def fell_back(self, n: int) -> Tensor:
+        """bool ``[R]`` rows that had to use a lower order than n, which may be beyond 64 bits."""
+        return self.order < min(n, _MOST)
+
     def num_fallbacks(self, n: int) -> int:
-        """Rows that had to use a lower order than n, which may be beyond 64 bits."""
-        return int((self.order < min(n, _MOST)).sum())
+        """How many rows fell back."""
+        return int(self.fell_back(n).sum())
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,7 @@ def distinct(candidates: Ints) -> Runs:
 def _words(candidates: Ints) -> list[Words]:
     """Patches as ⌈K/2⌉ arrays ``[R, N]`` of 64-bit words, two ids each: all equal exactly where the patches are."""
     k = candidates.shape[-1]
-    ids = candidates.astype(
-        np.int32
-    )  # in the order of memory that it has: both [N, R, K] and [R, N, K] are fast
+    ids = candidates.astype(np.int32)  # keeps the order of memory: both [N, R, K] and [R, N, K] are fast
     if k % 2 or ids.strides[-1] != ids.itemsize:
         ids = np.pad(np.ascontiguousarray(ids), ((0, 0), (0, 0), (0, k % 2)))
     pairs = ids.view(np.uint64)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from calm_scale.lm.patch_model import PatchModel
 
 
-_ANY_ORDER = 2**62  # above any number of candidates; a tiny temperature's order may be beyond 64 bits
 _MOST_AT_ONCE = 2048  # candidates a round may grow to
 
 
@@ -129,7 +128,7 @@ def complete_heads(
     patches = torch.zeros_like(want)
     agreed = torch.zeros(num_rows, dtype=torch.bool, device=device)
     fell_back = torch.ones_like(agreed)
-    order = min(exponent(temperature).n, _ANY_ORDER)
+    order = exponent(temperature).n
     longest = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
     draws = spent = 0
     while spent < budget and not bool(agreed.all()):
@@ -149,5 +148,5 @@ def complete_heads(
             choice = choose(candidates[:, found], temperature, generator, agree[:, found])
             patches[rows[found]] = take(candidates[:, found], choice.index)
             agreed[rows[found]] = True
-            fell_back[rows[found]] = choice.order < order
+            fell_back[rows[found]] = choice.fell_back(order)
     return Heads(torch.where(free, patches, want), agreed, fell_back, draws)
