@@ -152,7 +152,7 @@ def _check_fields(number: int, source: SourceConfig) -> None:
 def _nothing(pattern: str, found: list[Path]) -> str:
     """Why a pattern gives no input, of all the files that it names."""
     known = ", ".join(_KINDS)
-    path = Path(pattern).expanduser()
+    path = Path(pattern)
     if path.is_dir():
         return f"the folder {_shown(path)} holds no file to read ({known})"
     if found == [path]:
@@ -179,12 +179,7 @@ def _shown(path: Path) -> str:
 
 def _expand(pattern: str) -> list[Path]:
     """The files that a path of a configuration names, sorted, whatever their extensions."""
-    try:
-        path = Path(pattern).expanduser()
-    except RuntimeError:
-        raise SourceMistakeError(
-            f"prep.sources: {pattern!r} begins with a user that this machine does not know: write the path out"
-        ) from None
+    path = Path(pattern)
     matches = [path] if _status(path) else sorted(_matches(Path(), path.parts))
     entered: set[tuple[int, int]] = set()
     return sorted(file for match in matches for file in _files_at(match, entered))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from calm_scale.config.values import as_written
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """A seed of random streams. Streams are keyed by signed 64-bit words, so a larger one would not fit."""
@@ -19,6 +21,11 @@ class ConfigError(CalmScaleError, ValueError):
 
 
 class Section(BaseModel):
-    """One section of the configuration file. Frozen; an unknown key is an error."""
+    """One section of the configuration file. Frozen; an unknown key is an error; values are read by one rule."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        return as_written(cls.model_fields[str(info.field_name)].annotation, value)

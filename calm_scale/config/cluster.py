@@ -3,15 +3,65 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from calm_scale.config.base import Section
+from calm_scale.config.values import PathText
 
-_TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}:\d{2}|\d+(:\d{2})?")
+_TIME = re.compile(r"(?i)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(?i)(api_?key|secret|token|passw)")
+_FROM_LAYOUT = "the run's layout and stages.STAGE.nodes, tasks_per_node and cpus_per_task decide it"
+_FROM_SCRIPT = "the job script relies on its own"
+_OWNED = {
+    "array": "a sweep's script counts its own tasks",
+    "chdir": "relative paths of the run count from the folder of the submission",
+    "cpus-per-task": _FROM_LAYOUT,
+    "dependency": "`submit` chains the stages",
+    "error": "the logs lie in <workdir>/slurm/logs",
+    "exclude": "nodes that the preflight found bad are excluded with it; use constraint or --nodelist",
+    "export": "set variables under environment",
+    "export-file": "set variables under environment",
+    "job-name": "set the run's name",
+    "kill-on-invalid-dep": _FROM_SCRIPT,
+    "mem": "set memory_per_node",
+    "no-kill": "a job whose node died must end to be requeued",
+    "no-requeue": "a stopped job requeues itself; see requeue.max_attempts_without_progress",
+    "nodes": _FROM_LAYOUT,
+    "ntasks": _FROM_LAYOUT,
+    "ntasks-per-core": _FROM_LAYOUT,
+    "ntasks-per-gpu": _FROM_LAYOUT,
+    "ntasks-per-node": _FROM_LAYOUT,
+    "ntasks-per-socket": _FROM_LAYOUT,
+    "open-mode": _FROM_SCRIPT,
+    "output": "the logs lie in <workdir>/slurm/logs",
+    "parsable": _FROM_SCRIPT,
+    "requeue": _FROM_SCRIPT,
+    "signal": "set requeue.notice_seconds",
+    "test-only": "use `submit --dry-run`",
+    "time": "set max_time or stages.STAGE.time",
+    "wait": _FROM_SCRIPT,
+    "wrap": _FROM_SCRIPT,
+}
+"""sbatch options that the job scripts set or rely on, and what to do instead."""
+_SHORT = {
+    "D": "chdir",
+    "J": "job-name",
+    "N": "nodes",
+    "W": "wait",
+    "a": "array",
+    "c": "cpus-per-task",
+    "d": "dependency",
+    "e": "error",
+    "k": "no-kill",
+    "n": "ntasks",
+    "o": "output",
+    "t": "time",
+    "x": "exclude",
+}
 
 
 def _one_line(text: str) -> str:
@@ -20,24 +70,54 @@ def _one_line(text: str) -> str:
     return text
 
 
+def _plain_number(value: object) -> object:
+    """A whole number where a text belongs (minutes, a variable's value) is the text that a person writes for it."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _time(text: str) -> str:
     if not _TIME.fullmatch(text):
         raise ValueError(
-            f"{text!r} is not a time limit; write days-hours:minutes:seconds, for example 1-00:00:00"
+            f"{text!r} is not a time limit; write days-hours:minutes:seconds (1-00:00:00), days-hours, "
+            "hours:minutes:seconds, minutes:seconds, minutes, or unlimited"
         )
     return text
 
 
+def _directive(text: str) -> str:
+    if not text.startswith("-"):
+        raise ValueError(f"{text!r} is not an sbatch option; write it as --name=value")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not an sbatch option: {error}") from None
+    for word in words:
+        if (option := _owned(word)) is not None:
+            raise ValueError(f"{text!r}: a profile cannot set --{option}: {_OWNED[option]}")
+    return text
+
+
+def _owned(word: str) -> str | None:
+    """The option of the job scripts that a word sets, in its long, short or abbreviated form."""
+    if word.startswith("--"):
+        name = word[2:].split("=", maxsplit=1)[0]
+        abbreviated = [option for option in _OWNED if option.startswith(name)] if len(name) > 1 else []
+        return name if name in _OWNED else next(iter(abbreviated), None)
+    return _SHORT.get(word[1:2]) if word.startswith("-") else None
+
+
 Line = Annotated[str, AfterValidator(_one_line)]
-TimeLimit = Annotated[str, AfterValidator(_time)]
+LinePath = Annotated[PathText, AfterValidator(_one_line)]
+Directive = Annotated[Line, AfterValidator(_directive)]
+TimeLimit = Annotated[str, BeforeValidator(_plain_number), AfterValidator(_time)]
 
 
 class ContainerConfig(Section):
     """A container runtime for the job steps."""
 
     runtime: Literal["pyxis", "apptainer"]
-    image: Line
-    mounts: tuple[Line, ...] = ()
+    image: LinePath
+    mounts: tuple[LinePath, ...] = ()
 
 
 class StageResources(Section):
@@ -52,8 +132,8 @@ class StageResources(Section):
     tasks_per_node: int | None = Field(default=None, gt=0)
     cpus_per_task: int | None = Field(default=None, gt=0)
     time: TimeLimit | None = None
-    memory_per_node: Line | None = None
-    extra_directives: tuple[Line, ...] = ()
+    memory_per_node: Annotated[Line, BeforeValidator(_plain_number)] | None = None
+    extra_directives: tuple[Directive, ...] = ()
 
 
 class StagesConfig(Section):
@@ -100,17 +180,17 @@ class ClusterConfig(Section):
     gpu_type: Line | None = None
     device: Line | None = None
     cpus_per_node: int = Field(gt=0)
-    memory_per_node: Line | None = None
+    memory_per_node: Annotated[Line, BeforeValidator(_plain_number)] | None = None
     max_time: TimeLimit = "24:00:00"
-    python: Line | None = None
+    python: LinePath | None = None
     modules: tuple[Line, ...] = ()
     setup: tuple[Line, ...] = ()
     container: ContainerConfig | None = None
-    environment: dict[str, Line] = Field(default_factory=dict)
+    environment: dict[str, Annotated[Line, BeforeValidator(_plain_number)]] = Field(default_factory=dict)
     network_interface: Line | None = None
     mpi: Literal["pmix", "mpirun"] = "pmix"
     mpirun_options: tuple[Line, ...] = ()
-    extra_directives: tuple[Line, ...] = ()
+    extra_directives: tuple[Directive, ...] = ()
     stages: StagesConfig = StagesConfig()
     requeue: RequeueConfig = RequeueConfig()
     preflight: bool = True
@@ -129,11 +209,3 @@ class ClusterConfig(Section):
                     f"{name} looks like a secret: job scripts are files; export it in the shell that submits instead"
                 )
         return environment
-
-    @field_validator("extra_directives")
-    @classmethod
-    def _directives(cls, directives: tuple[str, ...]) -> tuple[str, ...]:
-        for directive in directives:
-            if not directive.startswith("-"):
-                raise ValueError(f"{directive!r} is not an sbatch option; write it as --name=value")
-        return directives

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from calm_scale.config.base import Section
+from calm_scale.config.values import PathText
 
 SPLITS = ("train", "autoencoder", "heldout")
 """What `prep` divides the documents into; each is a folder of its own."""
@@ -36,8 +37,8 @@ class TokenizerConfig(Section):
 class SourceConfig(Section):
     """One source of documents: files, globs and folders, or a Hugging Face dataset."""
 
-    paths: tuple[str, ...] = ()
-    dataset: str | None = None
+    paths: tuple[PathText, ...] = ()
+    dataset: PathText | None = None
     split: str = "train"
     text_field: str = "text"
     include_sets: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ class ReadingConfig(Section):
     4 GB a rank (some seconds).
     """
 
-    stage_to: str | None = None
+    stage_to: PathText | None = None
     check: Literal["auto", "headers", "full"] = "auto"
 
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from calm_scale.config.base import Section, Seed
 
-
-def _fraction(value: Any) -> Any:
-    """``1/3`` is a third; 0.333 is not, and costs Algorithm 1 its fractional stage."""
-    if isinstance(value, str) and "/" in value:
-        try:
-            return float(Fraction(value.replace(" ", "")))
-        except (ValueError, ZeroDivisionError, OverflowError):
-            return value
-    return value
-
-
-Temperature = Annotated[float, BeforeValidator(_fraction), Field(gt=0, le=1)]
+Temperature = Annotated[float, Field(gt=0, le=1)]
 
 
 class EvaluationConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from calm_scale.config.base import Section
 from calm_scale.config.parallel import ParallelConfig
@@ -85,8 +85,21 @@ class SoftmaxHeadConfig(Section):
     kind: Literal["softmax"] = "softmax"
 
 
+def _kind(head: object) -> str | None:
+    kind = head.get("kind") if isinstance(head, dict) else getattr(head, "kind", None)
+    return kind if isinstance(kind, str) else None
+
+
 HeadConfig = Annotated[
-    EnergyHeadConfig | FlowHeadConfig | DiffusionHeadConfig | SoftmaxHeadConfig, Field(discriminator="kind")
+    Annotated[EnergyHeadConfig, Tag("energy")]
+    | Annotated[FlowHeadConfig, Tag("flow")]
+    | Annotated[DiffusionHeadConfig, Tag("diffusion")]
+    | Annotated[SoftmaxHeadConfig, Tag("softmax")],
+    Discriminator(
+        _kind,
+        custom_error_type="head_kind",
+        custom_error_message="a head needs `kind`: energy, flow, diffusion or softmax",
+    ),
 ]
 
 

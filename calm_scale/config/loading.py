@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from calm_scale.config.base import ConfigError, Section
 from calm_scale.config.run import RunConfig
-from calm_scale.config.yaml_source import KeyPath, Source, merge, parse_scalar, read
+from calm_scale.config.values import expand_user
+from calm_scale.config.yaml_source import Dumper, KeyPath, Source, parse_value, read, with_value
 
 S = TypeVar("S", bound=Section)
 
@@ -53,7 +54,7 @@ def resolve(path: Path, seen: tuple[Path, ...] = ()) -> Source:
         raise ConfigError(f"{source.places[('extends',)]}: `extends` is a path or a list of paths")
     base = Source({})
     for parent in parents:
-        base = resolve(path.parent / parent, (*seen, real)).over(base)
+        base = resolve(path.parent / expand_user(parent), (*seen, real)).over(base)
     return source.over(base)
 
 
@@ -63,13 +64,21 @@ def with_overrides(source: Source, overrides: Iterable[str]) -> Source:
         key, separator, value = text.partition("=")
         keys = tuple(part.strip() for part in key.split("."))
         if not separator or not all(keys):
-            raise ConfigError(f"--set {text}: write it as key.path=value, for example lm.training.steps=100")
-        nested: Any = parse_scalar(value)
-        for part in reversed(keys):
-            nested = {part: nested}
-        places: dict[KeyPath, str] = {keys: f"--set {text}"}
-        source = Source(merge(source.values, nested), {**source.places, **places})
+            raise ConfigError(
+                f"--set {_shortened(text)}: write it as key.path=value, for example lm.training.steps=100"
+            )
+        try:
+            values = with_value(source.values, keys, parse_value(value, f"--set {_shortened(text)}"))
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"--set {_shortened(text)}: {error}") from None
+        source = Source(values, {**source.places, keys: f"--set {_shortened(text)}"})
     return source
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 def validate(model: type[S], source: Source, origin: str) -> S:
@@ -95,6 +104,8 @@ def _finding(model: type[Section], source: Source, origin: str, item: Any) -> st
         message = "required, but not given"
     elif not isinstance(item.get("input"), dict | Section):
         message += f" (got {item.get('input')!r})"
+        if item["type"] in ("string_type", "path_type") and isinstance(item.get("input"), int | float):
+            message += "; quote it to make it a text"
     return f"{where}: `{name}`: {message}"
 
 
@@ -134,15 +145,11 @@ def _siblings(model: type[Section], values: Any, parent: KeyPath) -> list[str]:
     def options(node: dict[str, Any], at: Any) -> dict[str, Any]:
         if "$ref" in node:
             return options(defs[node["$ref"].rsplit("/", 1)[1]], at)
-        mapping = node.get("discriminator", {}).get("mapping", {})
         kind = at.get("kind") if isinstance(at, dict) else None
-        if kind in mapping:
-            return options({"$ref": mapping[kind]}, at)
-        for choice in node.get("anyOf", node.get("oneOf", [])):
-            found = options(choice, at)
-            if found.get("properties"):
-                return found
-        return node
+        choices = [options(choice, at) for choice in node.get("anyOf", node.get("oneOf", []))]
+        sections = [choice for choice in choices if choice.get("properties")]
+        of_kind = [s for s in sections if s["properties"].get("kind", {}).get("const", kind) == kind]
+        return next(iter(of_kind or sections), node)
 
     node = options(schema, values)
     for part in parent:
@@ -156,7 +163,7 @@ def _siblings(model: type[Section], values: Any, parent: KeyPath) -> list[str]:
 
 def to_yaml(config: Section) -> str:
     """The resolved document as YAML; loading it again gives an equal document."""
-    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 

@@ -104,7 +104,7 @@ def _local_place(stage_to: str, dataset: ShardDataset) -> Path:
         raise ConfigError(
             f"reading.stage_to: {stage_to} names a variable that is not set on {socket.gethostname()}"
         )
-    folder, data = Path(root).expanduser().absolute(), dataset.split_dir.absolute().parent
+    folder, data = Path(root).absolute(), dataset.split_dir.absolute().parent
     if folder.resolve().is_relative_to(data.resolve()):
         raise ConfigError(
             f"reading.stage_to: {folder} is inside the prepared data {data}; name a folder on a disk of the node"

@@ -34,14 +34,19 @@ def backstop_seconds(notice: int, limit: str) -> int:
 
 
 def limit_seconds(text: str) -> int:
-    """A time limit in seconds: ``days-hours:minutes:seconds``, ``hours:minutes:seconds``, ``minutes[:seconds]``."""
+    """A time limit in seconds, in any of sbatch's forms; ``unlimited`` and 0 are the largest there is.
+
+    ``days-hours[:minutes[:seconds]]``, ``hours:minutes:seconds``, ``minutes[:seconds]``.
+    """
     days, dash, rest = text.rpartition("-")
+    if not rest.isascii() or not rest.replace(":", "").isdigit():
+        return sys.maxsize
     parts = [int(part) for part in rest.split(":")]
-    if len(parts) == 3:
-        hours, minutes, seconds = parts
+    if dash or len(parts) == 3:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
     else:
-        hours, minutes, seconds = 0, parts[0], parts[1] if len(parts) == 2 else 0
-    return ((int(days) if dash else 0) * 24 + hours) * 3600 + minutes * 60 + seconds
+        hours, minutes, seconds = 0, *(*parts, 0)[:2]
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or sys.maxsize
 
 
 def measured(ledger: Path) -> tuple[float | None, float | None]:

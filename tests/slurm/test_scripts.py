@@ -116,7 +116,14 @@ def test_paths_sbatch_would_misread_are_refused(
         ({"environment": {"A;B": "1"}}, "not a name"),
         ({"environment": {"WANDB_API_KEY": "1"}}, "secret"),
         ({"max_time": "soon"}, "time limit"),
+        ({"max_time": "1:2:3:4"}, "time limit"),
+        ({"max_time": "2-"}, "time limit"),
         ({"extra_directives": ["reservation"]}, "not an sbatch option"),
+        ({"extra_directives": ["--comment='open"]}, "No closing quotation"),
+        ({"environment": {"A": True}}, "valid string"),
+        ({"python": "~nosuchuser/python"}, "names no home directory"),
+        ({"cpus_per_node": "16"}, "without quotes"),
+        ({"preflight": 1.5}, "valid boolean"),
     ],
 )
 def test_profiles_are_checked(profile: Profile, change: dict[str, object], said: str) -> None:
@@ -323,7 +330,18 @@ def test_notice_follows_the_measured_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
-    [("1-02:03:04", 93_784), ("02:00:30", 7_230), ("90", 5_400), ("1:30", 90), ("2-00:00:00", 172_800)],
+    [
+        ("1-02:03:04", 93_784),
+        ("02:00:30", 7_230),
+        ("90", 5_400),
+        ("1:30", 90),
+        ("2-00:00:00", 172_800),
+        ("2-12", 216_000),
+        ("1-1:30", 91_800),
+        ("168:00:00", 604_800),
+        ("0", sys.maxsize),
+        ("UNLIMITED", sys.maxsize),
+    ],
 )
 def test_time_limits_in_seconds(limit: str, seconds: int) -> None:
     assert limit_seconds(limit) == seconds
@@ -423,3 +441,68 @@ def test_a_slow_or_wrong_node_is_told_from_its_neighbours() -> None:
     assert list(bad_nodes({(0, 1): 10.0, (1, 2): 0.0, (2, 3): 0.0, (3, 0): 10.0})) == [2]
     assert sorted(bad_nodes({(0, 1): 0.0})) == [0, 1]
     assert bad_nodes({(0, 1): 0.3}) == {}
+
+
+@pytest.mark.parametrize(
+    ("directive", "option"),
+    [
+        ("--array=1-3", "array"),
+        ("--arr 1-3", "array"),
+        ("-a1-3", "array"),
+        ("--no-requeue", "no-requeue"),
+        ("--requeue", "requeue"),
+        ("--job-name=foo bar", "job-name"),
+        ("-J foo", "job-name"),
+        ("-N 4", "nodes"),
+        ("-N4", "nodes"),
+        ("--nodes 4", "nodes"),
+        ("--ntasks-per-node=8", "ntasks-per-node"),
+        ("-n8", "ntasks"),
+        ("-o log", "output"),
+        ("--output=log", "output"),
+        ("--dependency=afterok:1", "dependency"),
+        ("--signal=B:TERM@5", "signal"),
+        ("--time=1", "time"),
+        ("--reservation=x --array=1-3", "array"),
+    ],
+)
+def test_directives_that_the_scripts_rely_on_are_refused_by_name(
+    profile: Profile, directive: str, option: str
+) -> None:
+    for change in (
+        {"extra_directives": [directive]},
+        {"stages": {"lm": {"extra_directives": directive}}},
+    ):
+        with pytest.raises(ValueError, match=f"a profile cannot set --{option}: "):
+            profile(**change)
+
+
+@pytest.mark.parametrize(
+    "directive",
+    ["--reservation=x", "--partition=cpu", "-p cpu", "--mem-per-cpu=2G", "--nodelist=a[1-2]", "--exclusive"],
+)
+def test_other_directives_pass(profile: Profile, directive: str) -> None:
+    assert profile(extra_directives=[directive]).extra_directives == (directive,)
+
+
+@pytest.mark.parametrize(
+    ("limit", "meant"),
+    [
+        ("2-12", "2-12"),
+        ("1-1:30", "1-1:30"),
+        ("168:00:00", "168:00:00"),
+        ("24:00:00", "24:00:00"),
+        ("'24:00:00'", "24:00:00"),
+        ("1:30", "1:30"),
+        ("90", "90"),
+        ("UNLIMITED", "UNLIMITED"),
+    ],
+)
+def test_every_form_of_a_time_limit_is_read_as_written(tmp_path: Path, limit: str, meant: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"cpus_per_node: 1\nmax_time: {limit}\nenvironment: {{OMP_NUM_THREADS: 4}}\nstages: {{lm: {{time: {limit}}}}}\n"
+    )
+    cluster = load_as(ClusterConfig, path)
+    assert (cluster.max_time, cluster.stages.lm.time) == (meant, meant)
+    assert cluster.environment == {"OMP_NUM_THREADS": "4"}

@@ -1,0 +1,104 @@
+"""What a written value means: one rule for the numbers, lists and paths of every section, in YAML and `--set` alike."""
+
+from __future__ import annotations
+
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import AfterValidator
+
+_LARGEST = 2**63
+
+
+def as_written(annotation: Any, value: Any) -> Any:
+    """``value`` in the form that a field of type ``annotation`` takes; pydantic checks the rest.
+
+    A number is a number: not a truth value, not a text. ``1e3`` and ``10.0`` are integers; ``1/3`` is a third. One
+    item is a list of one. A path begins at the home directory where it begins with ``~``.
+
+    Raises:
+        ValueError: a truth value or a text stands where a number belongs, an integer is outside of 64 bits, or ``~``
+            names a user that this machine does not know.
+    """
+    if value is None:
+        return None
+    if (item := _item_of(annotation)) is not None:
+        items = value if isinstance(value, list | tuple) else [value]
+        return [as_written(item, one) for one in items]
+    kinds = _kinds(annotation)
+    if isinstance(value, list | tuple):
+        inside = next((one for one in map(_item_of, get_args(annotation)) if one is not None), None)
+        return value if inside is None else [as_written(inside, one) for one in value]
+    if kinds & {int, float} and not isinstance(value, dict):
+        return _number(value, kinds)
+    if Path in kinds and isinstance(value, str | Path):
+        return expand_user(os.fspath(value))
+    return value
+
+
+def expand_user(path: str) -> str:
+    """The path with the home directory in place of a leading ``~`` or ``~user``.
+
+    Raises:
+        ValueError: this machine does not know the user.
+    """
+    if not path.startswith("~"):
+        return path
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError:
+        user = path.split("/", maxsplit=1)[0]
+        raise ValueError(f"{user} names no home directory on this machine; write the path out") from None
+
+
+PathText = Annotated[str, AfterValidator(expand_user)]
+"""A text that names a file or a folder (a glob, a place on another node): ``~`` means the same as in a ``Path``."""
+
+
+def _item_of(annotation: Any) -> Any:
+    """X of ``tuple[X, ...]``, else None."""
+    arguments = get_args(annotation)
+    is_list = get_origin(annotation) is tuple and len(arguments) == 2 and arguments[1] is Ellipsis
+    return arguments[0] if is_list else None
+
+
+def _kinds(annotation: Any) -> set[type]:
+    """The plain types that a scalar of this annotation may have; a ``Literal`` has those of its values."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    if isinstance(annotation, type):
+        return {annotation}
+    if get_origin(annotation) in (tuple, dict):
+        return set()
+    return {kind for part in get_args(annotation) for kind in _kinds(part)}
+
+
+def _number(value: Any, kinds: set[type]) -> Any:
+    if isinstance(value, bool):
+        if bool in kinds:
+            return value
+        raise ValueError(f"should be a number, not the truth value `{str(value).lower()}`")
+    if isinstance(value, str):
+        return _number_in_text(value, kinds)
+    if float not in kinds and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise ValueError(f"should be less than {_LARGEST} (64 bits)")
+    return value
+
+
+def _number_in_text(text: str, kinds: set[type]) -> Any:
+    if float in kinds and "/" in text:  # 0.333 is not a third, and costs Algorithm 1 its fractional stage
+        try:
+            return float(Fraction(text.replace(" ", "")))
+        except (ValueError, ZeroDivisionError, OverflowError):
+            raise ValueError("is not a fraction of two whole numbers, such as 1/3") from None
+    if str in kinds:  # a word instead of a number, such as `auto`
+        return text
+    raise ValueError(
+        "should be a number in decimal digits, without quotes, leading zeros or colons, such as 10, 0.5 or 1e-3"
+    )
