@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, output_file
+from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, output_file, user_path
 from calm_scale.config import load
 
 
@@ -20,7 +20,12 @@ def register(app: typer.Typer) -> None:
 def flops(
     targets: Annotated[
         list[Path],
-        typer.Argument(metavar="CONFIG|RUN...", help="Configurations or run folders.", show_default=False),
+        typer.Argument(
+            metavar="CONFIG|RUN...",
+            help="Configurations or run folders.",
+            show_default=False,
+            parser=user_path,
+        ),
     ],
     set_: Overrides = None,
     html: Annotated[Path | None, output_file("--html", "Write one self-contained HTML file.")] = None,

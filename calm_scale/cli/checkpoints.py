@@ -7,9 +7,12 @@ from typing import Annotated
 
 import typer
 
+from calm_scale.cli.options import user_path
+
 group = typer.Typer(help="List, look into, verify and convert checkpoints.", no_args_is_help=True)
 Checkpoint = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A checkpoint: .../checkpoints/step_XXXXXXXX.")
+    Path,
+    typer.Argument(metavar="DIR", help="A checkpoint: .../checkpoints/step_XXXXXXXX.", parser=user_path),
 ]
 
 
@@ -20,7 +23,10 @@ def register(app: typer.Typer) -> None:
 
 @group.command(epilog="Example: calm-scale ckpt ls runs/calm-xl")
 def ls(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a checkpoints folder.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run folder or a checkpoints folder.", parser=user_path),
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every byte and compare checksums; without it, sizes.")
     ] = False,
@@ -51,7 +57,8 @@ def verify(checkpoint: Checkpoint) -> None:
     epilog="Example: calm-scale ckpt export runs/calm-xl/lm/checkpoints/step_00001000 --out exported/"
 )
 def export(
-    checkpoint: Checkpoint, out: Annotated[Path, typer.Option("--out", help="Folder to write.")]
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option("--out", help="Folder to write.", parser=user_path)],
 ) -> None:
     """One-file safetensors of an autoencoder or language model, from any layout, without a GPU."""
     from calm_scale.stages.convert import export_checkpoint
@@ -61,11 +68,17 @@ def export(
 
 @group.command("import", epilog="Example: calm-scale ckpt import downloaded/ --out runs/imported")
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A published checkpoint's folder.")],
-    out: Annotated[Path, typer.Option("--out", help="Run folder to write.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A published checkpoint's folder.", parser=user_path)
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Run folder to write.", parser=user_path)],
     autoencoder: Annotated[
         Path | None,
-        typer.Option("--autoencoder", help="The published autoencoder's folder (its config.json)."),
+        typer.Option(
+            "--autoencoder",
+            help="The published autoencoder's folder (its config.json).",
+            parser=user_path,
+        ),
     ] = None,
 ) -> None:
     """Read a published CALM checkpoint (safetensors or .bin) into ours."""

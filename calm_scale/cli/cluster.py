@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, Overrides, RunFolder
+from calm_scale.cli.options import ConfigFile, Overrides, RunFolder, user_path
 from calm_scale.config import load
 
 
@@ -23,7 +23,10 @@ def register(app: typer.Typer) -> None:
 def submit(
     config: ConfigFile,
     cluster: Annotated[
-        Path, typer.Option("--cluster", help="The cluster's profile, configs/clusters/NAME.yaml.")
+        Path,
+        typer.Option(
+            "--cluster", help="The cluster's profile, configs/clusters/NAME.yaml.", parser=user_path
+        ),
     ],
     set_: Overrides = None,
     sweep: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, Overrides
+from calm_scale.cli.options import ConfigFile, Overrides, user_path
 from calm_scale.config import config_hash, load, to_yaml
 
 group = typer.Typer(help="Look at and check a configuration.", no_args_is_help=True)
@@ -32,7 +32,10 @@ def validate(
     config: ConfigFile,
     set_: Overrides = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="Also show what resuming this run folder would change.")
+        Path | None,
+        typer.Option(
+            "--resume", help="Also show what resuming this run folder would change.", parser=user_path
+        ),
     ] = None,
     accept: Annotated[
         list[str] | None,

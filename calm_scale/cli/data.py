@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from calm_scale.cli.default_group import RunByDefault
-from calm_scale.cli.options import ConfigFile, DryRun, Overrides
+from calm_scale.cli.options import ConfigFile, DryRun, Overrides, user_path
 from calm_scale.config import load
 
 group = typer.Typer(
@@ -18,7 +18,9 @@ group = typer.Typer(
     "mpirun -n 16 calm-scale prep configs/runs/calm-xl.yaml · calm-scale prep verify runs/calm-xl/data/train",
     no_args_is_help=True,
 )
-ShardFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A split's folder (holds manifest.json).")]
+ShardFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A split's folder (holds manifest.json).", parser=user_path)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -66,10 +68,15 @@ def inspect(
     sequence: Annotated[int | None, typer.Option("--sequence", min=0, help="Show this sequence.")] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", help="Decode with this one (default: the data folder's copy)."),
+        typer.Option(
+            "--tokenizer",
+            help="Decode with this one (default: the data folder's copy).",
+            parser=user_path,
+        ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--picture", help="Save the histogram of lengths (PNG).")
+        Path | None,
+        typer.Option("--picture", help="Save the histogram of lengths (PNG).", parser=user_path),
     ] = None,
 ) -> None:
     """Show what a split holds: counts, sources, lengths; with --sequence, its text."""
@@ -97,7 +104,9 @@ def expand(folder: ShardFolder) -> None:
 @group.command("export-megatron")
 def export_megatron(
     folder: ShardFolder,
-    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="Writes PREFIX.bin and .idx.")],
+    prefix: Annotated[
+        Path, typer.Argument(metavar="PREFIX", help="Writes PREFIX.bin and .idx.", parser=user_path)
+    ],
 ) -> None:
     """Write a split as a Megatron indexed dataset."""
     from calm_scale.stages.prepared import export_pair
@@ -108,7 +117,9 @@ def export_megatron(
 @group.command("import-megatron")
 def import_megatron(
     config: ConfigFile,
-    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="Reads PREFIX.bin and PREFIX.idx.")],
+    prefix: Annotated[
+        Path, typer.Argument(metavar="PREFIX", help="Reads PREFIX.bin and PREFIX.idx.", parser=user_path)
+    ],
     set_: Overrides = None,
     split: Annotated[str, typer.Option("--split", help="train, autoencoder or heldout.")] = "train",
 ) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from calm_scale.cli.options import user_path
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the program."""
@@ -15,7 +17,10 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     out: Annotated[
-        Path, typer.Option("--out", help="Folder of the demo's run; a second call starts it anew.")
+        Path,
+        typer.Option(
+            "--out", help="Folder of the demo's run; a second call starts it anew.", parser=user_path
+        ),
     ] = Path("demo-out"),
     quick: Annotated[bool, typer.Option("--quick", help="The 3-minute version.")] = False,
 ) -> None:

@@ -8,6 +8,17 @@ from typing import Annotated
 
 import typer
 
+from calm_scale.config.values import expand_user
+
+
+def user_path(text: str) -> Path:
+    """An argument that names a file or a folder: the shell leaves the ``~`` of ``--out=~/x`` as it is.
+
+    Raises:
+        ValueError: ``~`` names a user that this machine does not know.
+    """
+    return Path(expand_user(text))
+
 
 def _can_be_written(path: Path | None) -> Path | None:
     """Refuse, before any work is done, a file that could not be written after it."""
@@ -25,12 +36,15 @@ def _can_be_written(path: Path | None) -> Path | None:
 
 def output_file(option: str, help_: str) -> typer.models.OptionInfo:
     """An option that names a file to write; one that cannot be written is a mistake in what was asked."""
-    info: typer.models.OptionInfo = typer.Option(option, help=help_, callback=_can_be_written)
+    info: typer.models.OptionInfo = typer.Option(
+        option, help=help_, callback=_can_be_written, parser=user_path
+    )
     return info
 
 
 ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
+    Path,
+    typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False, parser=user_path),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -39,7 +53,10 @@ Overrides = Annotated[
     ),
 ]
 RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run's folder (its `workdir`).", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run's folder (its `workdir`).", show_default=False, parser=user_path
+    ),
 ]
 NumRanks = Annotated[
     int | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, TensorParallel, output_file
+from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, TensorParallel, output_file, user_path
 from calm_scale.config import RunConfig, load
 
 
@@ -58,7 +58,11 @@ def generate(
     ] = None,
     jsonl: Annotated[
         Path | None,
-        typer.Option("--jsonl", help="Read prompts from a JSON-lines file (`prompt`), print JSON lines."),
+        typer.Option(
+            "--jsonl",
+            help="Read prompts from a JSON-lines file (`prompt`), print JSON lines.",
+            parser=user_path,
+        ),
     ] = None,
     out: Annotated[
         Path | None, output_file("--out", "Write JSON lines to this file (default: stdout).")
@@ -81,7 +85,8 @@ def score(
     set_: Overrides = None,
     text: Annotated[list[str] | None, typer.Option("--text", help="A text to score. Repeatable.")] = None,
     jsonl: Annotated[
-        Path | None, typer.Option("--jsonl", help="Read texts from a JSON-lines file (`text`).")
+        Path | None,
+        typer.Option("--jsonl", help="Read texts from a JSON-lines file (`text`).", parser=user_path),
     ] = None,
     step: Step = None,
     tensor_parallel: TensorParallel = None,
@@ -108,8 +113,11 @@ def _in_ranks(config: RunConfig, asked: int | None) -> int:
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="What `eval` wrote.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="What `eval` wrote for the other run.")],
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="What `eval` wrote.", parser=user_path)],
+    second: Annotated[
+        Path,
+        typer.Argument(metavar="B.json", help="What `eval` wrote for the other run.", parser=user_path),
+    ],
 ) -> None:
     """B against A, paired by document: differences of Brier-1..4 and BrierLM with their intervals."""
     from calm_scale.stages.evaluate import compare_evaluations

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -39,7 +39,8 @@ _PLAIN: tuple[tuple[str, str, list[str]], ...] = (
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads an unquoted word as :data:`_PLAIN` says."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+
+_Loader.yaml_implicit_resolvers = {}
 
 
 class Dumper(yaml.SafeDumper):

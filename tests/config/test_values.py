@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, load, load_as, to_yaml
 from calm_scale.config.cluster import ClusterConfig
 
@@ -185,3 +188,20 @@ def test_home_is_expanded_wherever_a_path_is_written(
     (tmp_path / "home/base.yaml").write_text("seed: 7\n")
     run.write_text(f"extends: ~/base.yaml\n{BASE}")
     assert load(run).seed == 7
+
+
+def test_every_option_that_names_a_file_reads_home_like_the_configuration(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = CliRunner().invoke(app, ["config", "validate", "~/run.yaml"])
+    assert done.exit_code == 0, done.output
+    assert f"{tmp_path}/run.yaml" in done.output.replace("\n", "")
+
+    def parameters(command: Any) -> list[Any]:
+        below = getattr(command, "commands", {}).values()
+        return [*command.params, *(found for one in below for found in parameters(one))]
+
+    kinds = {type(parameter.type).__name__ for parameter in parameters(get_command(app))}
+    assert "FuncParamType" in kinds
+    assert not any("Path" in kind or "File" in kind for kind in kinds), kinds
