@@ -33,7 +33,7 @@ def encoder(model: AutoencoderModelConfig, vocab_size: int, patch_size: int) -> 
 def decoder(model: AutoencoderModelConfig, vocab_size: int, patch_size: int) -> tuple[Component, ...]:
     """Decoder, ``[l] → [K, V]`` logits; the vocabulary projection is tied to the embedding (no parameters)."""
     a, k, half = model.hidden_size, patch_size, model.decoder_layers // 2
-    logits = Component("decoder.logits", "decoder", 0, k * a * vocab_size)
+    logits = replace(linear("decoder.logits", "decoder", a, vocab_size, rows=k), parameters=0)
     return (
         linear("decoder.from_latent", "decoder", model.latent(k), a, bias=True),
         *_blocks("decoder.patch", "decoder", model, half, rows=1),

@@ -32,6 +32,9 @@ class Component:
         per_step: uses per position while generating, whatever the number of candidates.
         per_draw: uses per position *and candidate* while generating.
         attention: True for the score and value products, which a causal kernel halves.
+        num_in: inner width of the product, 0 where there is none.
+        num_out: its outer width.
+        rows: vectors it is applied to at one position and use.
     """
 
     name: str
@@ -43,6 +46,9 @@ class Component:
     per_step: int = 1
     per_draw: int = 0
     attention: bool = False
+    num_in: int = 0
+    num_out: int = 0
+    rows: int = 1
 
     @property
     def training_forward(self) -> int:
@@ -69,7 +75,9 @@ def linear(
 ) -> Component:
     """A linear map ``num_in → num_out`` applied to ``rows`` vectors per position."""
     parameters = num_in * num_out + (num_out if bias else 0)
-    component = Component(name, part, parameters, rows * num_in * num_out)
+    component = Component(
+        name, part, parameters, rows * num_in * num_out, num_in=num_in, num_out=num_out, rows=rows
+    )
     return replace(component, **fields) if fields else component  # type: ignore[arg-type]
 
 

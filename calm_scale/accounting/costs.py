@@ -148,6 +148,13 @@ def step_flops(config: RunConfig) -> float:
     return token_costs(config).training * tokens_per_step(config)
 
 
+def autoencoder_step_flops(config: RunConfig) -> float:
+    """Model FLOPs of one optimizer step of the autoencoder, over all ranks."""
+    stage = config.autoencoder
+    tokens = autoencoder_tokens(config, stage) / stage.training.steps if stage else 0.0
+    return autoencoder_training_per_token(config) * tokens
+
+
 def evaluation_per_token(config: RunConfig) -> float:
     """FLOPs per token of in-loop evaluation: the training loss, forward only."""
     return _per_token((c.training_forward for c in lm_components(config)), config.patch_size)

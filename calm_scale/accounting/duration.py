@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from calm_scale.accounting import saves, timing
-from calm_scale.accounting.costs import step_flops
+from calm_scale.accounting import saves
+from calm_scale.accounting.costs import autoencoder_step_flops, step_flops
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.report.document import seconds_text
 from calm_scale.config.run import RunConfig
@@ -32,17 +32,16 @@ class Duration:
 
     @property
     def reason(self) -> str:
-        """The step and the efficiency it assumes, in words."""
+        """The step and what it rests on, in words."""
         return (
-            f"{seconds_text(self.step_seconds)} a step: MFU {100 * self.mfu:.0f} %, matrix products at "
-            f"{timing.EFFICIENCY:.0%} of the peak"
+            f"{seconds_text(self.step_seconds)} a step: MFU {100 * self.mfu:.0f} %, estimated from published runs "
+            "(docs/scale.md)"
         )
 
 
 def training_time(config: RunConfig, stage: saves.Stage, *, ranks: int, nodes: int, chip: Device) -> Duration:
     """The estimate for a stage on that many ranks and nodes."""
     seconds = saves.estimated_step(config, stage, ranks, nodes, chip)
-    mfu = timing.EFFICIENCY
-    if stage == "lm":
-        mfu = step_flops(config) / (ranks * chip.peak * seconds)
+    work = step_flops(config) if stage == "lm" else autoencoder_step_flops(config)
+    mfu = work / (ranks * chip.peak * seconds)
     return Duration(saves.training_of(config, stage).steps, seconds, ranks, mfu)

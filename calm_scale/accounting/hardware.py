@@ -9,6 +9,11 @@ from calm_scale.config.base import ConfigError
 GB = 10**9
 TERA = 10**12
 
+# Shares of the peak inside a training step, fitted to published runs (docs/scale.md); devices without published
+# runs take those of the H100. Calls: what nccl-tests tables show beyond bytes over bandwidth at 1-16 MiB.
+A100_PRODUCTS, A100_ATTENTION, A100_CALL = 0.815, 0.45, 75e-6
+H100_PRODUCTS, H100_ATTENTION, H100_FUSED_ATTENTION, H100_CALL = 0.69, 0.35, 0.45, 30e-6
+
 
 class UnknownDeviceError(ConfigError):
     """A device key that is not in the table; names those that are."""
@@ -24,8 +29,13 @@ class Device:
         peak: dense bf16 FLOP/s.
         memory: bytes.
         bandwidth: bytes/s of its memory.
+        vector: fp32 FLOP/s outside of the matrix units.
         link: bytes/s per direction to the other devices of its node.
         network: bytes/s per direction and device between nodes, as such nodes are usually built.
+        products: share of ``peak`` that large bf16 matrix products reach inside a training step.
+        attention: share of ``peak`` that FlashAttention-2 reaches, forward and backward together.
+        fused_attention: the same of the kernel made for the device (cuDNN, FlashAttention-3).
+        call_seconds: what a collective inside a node costs beside its bytes.
         dollars_per_hour: an assumption for cost columns, to be replaced by the site's own price.
         source: where the peak is from.
     """
@@ -35,8 +45,13 @@ class Device:
     peak: float
     memory: float
     bandwidth: float
+    vector: float
     link: float
     network: float
+    products: float
+    attention: float
+    fused_attention: float
+    call_seconds: float
     dollars_per_hour: float
     source: str
 
@@ -48,8 +63,13 @@ DEVICES: tuple[Device, ...] = (
         312 * TERA,
         80 * GB,
         2039 * GB,
+        19.5 * TERA,
         300 * GB,
         25 * GB,
+        A100_PRODUCTS,
+        A100_ATTENTION,
+        A100_ATTENTION,
+        A100_CALL,
         1.8,
         "NVIDIA A100 datasheet, bf16 dense 312 TFLOPS (SXM 80 GB)",
     ),
@@ -59,8 +79,13 @@ DEVICES: tuple[Device, ...] = (
         312 * TERA,
         40 * GB,
         1555 * GB,
+        19.5 * TERA,
         300 * GB,
         25 * GB,
+        A100_PRODUCTS,
+        A100_ATTENTION,
+        A100_ATTENTION,
+        A100_CALL,
         1.3,
         "NVIDIA A100 datasheet, bf16 dense 312 TFLOPS (40 GB)",
     ),
@@ -70,8 +95,13 @@ DEVICES: tuple[Device, ...] = (
         989.5 * TERA,
         80 * GB,
         3350 * GB,
+        66.9 * TERA,
         450 * GB,
         50 * GB,
+        H100_PRODUCTS,
+        H100_ATTENTION,
+        H100_FUSED_ATTENTION,
+        H100_CALL,
         3.0,
         "NVIDIA H100 datasheet, SXM: bf16 1979 TFLOPS with sparsity, half of it dense",
     ),
@@ -81,8 +111,13 @@ DEVICES: tuple[Device, ...] = (
         756.5 * TERA,
         80 * GB,
         2000 * GB,
+        51.2 * TERA,
         64 * GB,
         25 * GB,
+        H100_PRODUCTS,
+        H100_ATTENTION,
+        H100_FUSED_ATTENTION,
+        H100_CALL,
         2.5,
         "NVIDIA H100 datasheet, PCIe: bf16 1513 TFLOPS with sparsity, half of it dense",
     ),
@@ -92,8 +127,13 @@ DEVICES: tuple[Device, ...] = (
         989.5 * TERA,
         141 * GB,
         4800 * GB,
+        66.9 * TERA,
         450 * GB,
         50 * GB,
+        H100_PRODUCTS,
+        H100_ATTENTION,
+        H100_FUSED_ATTENTION,
+        H100_CALL,
         3.8,
         "NVIDIA H200 datasheet, SXM: bf16 1979 TFLOPS with sparsity, half of it dense",
     ),
@@ -103,8 +143,13 @@ DEVICES: tuple[Device, ...] = (
         2250 * TERA,
         180 * GB,
         7700 * GB,
+        75.0 * TERA,
         900 * GB,
         50 * GB,
+        H100_PRODUCTS,
+        H100_ATTENTION,
+        H100_FUSED_ATTENTION,
+        H100_CALL,
         5.5,
         "NVIDIA DGX B200 datasheet: bf16 36 PFLOPS with sparsity for 8, half of it dense",
     ),
@@ -114,8 +159,13 @@ DEVICES: tuple[Device, ...] = (
         1307.4 * TERA,
         192 * GB,
         5300 * GB,
+        163.4 * TERA,
         448 * GB,
         50 * GB,
+        H100_PRODUCTS,
+        H100_ATTENTION,
+        H100_FUSED_ATTENTION,
+        H100_CALL,
         2.5,
         "AMD Instinct MI300X data sheet, bf16 dense 1307.4 TFLOPS",
     ),

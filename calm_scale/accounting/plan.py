@@ -11,7 +11,7 @@ from calm_scale.accounting.costs import step_flops, tokens_per_step
 from calm_scale.accounting.hardware import Device, device
 from calm_scale.accounting.layout import PipelineBound, balance, pipeline_bound
 from calm_scale.accounting.memory import Memory
-from calm_scale.accounting.timing import EFFICIENCY, StepTime, step_time
+from calm_scale.accounting.timing import StepTime, step_time
 from calm_scale.config.base import ConfigError
 from calm_scale.config.run import RunConfig
 
@@ -75,7 +75,7 @@ class Layout:
 
 
 def rank(
-    config: RunConfig, nodes: int, gpu: str, *, gpus_per_node: int = 8, efficiency: float = EFFICIENCY
+    config: RunConfig, nodes: int, gpu: str, *, gpus_per_node: int = 8, efficiency: float | None = None
 ) -> list[Layout]:
     """Every legal layout, those that fit first, the fastest first. The first one is the plan's choice.
 
@@ -132,7 +132,12 @@ def _candidates(config: RunConfig, world: int, gpus_per_node: int) -> Iterator[t
 
 
 def _evaluate(
-    config: RunConfig, data_parallel: int, chip: Device, gpus_per_node: int, efficiency: float, work: float
+    config: RunConfig,
+    data_parallel: int,
+    chip: Device,
+    gpus_per_node: int,
+    efficiency: float | None,
+    work: float,
 ) -> Layout:
     """``work``: model FLOPs of a step, which no layout changes."""
     lm = lm_of(config)

@@ -13,7 +13,6 @@ from calm_scale.accounting import intervals, timing
 from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.components import parameters_of
-from calm_scale.accounting.costs import autoencoder_tokens, autoencoder_training_per_token
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.model import lm_parameters
 from calm_scale.accounting.report.document import seconds_text
@@ -173,9 +172,7 @@ def estimated_step(config: RunConfig, stage: Stage, ranks: int, nodes: int, chip
     if stage == "lm":
         data_parallel = max(1, ranks // lm_of(config).parallel.model_parallel)
         return timing.step_time(config, data_parallel, chip, max(1, ranks // nodes)).total
-    section = config.autoencoder
-    tokens = autoencoder_tokens(config, section) / section.training.steps if section else 0.0
-    return autoencoder_training_per_token(config) * tokens / (chip.peak * timing.EFFICIENCY * ranks)
+    return timing.autoencoder_step_seconds(config, ranks, chip, max(1, ranks // nodes))
 
 
 def _within_limits(seconds: float, step_seconds: float, total_steps: int) -> tuple[int, str]:

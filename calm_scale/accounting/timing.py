@@ -1,33 +1,53 @@
-"""Step time from a device's peak, its links and one stated efficiency: an estimate to rank layouts by."""
+"""Step time of a stage: kernels, collectives and the schedule put together, to rank layouts by.
+
+The constants behind it are fitted to published runs and tested on others (docs/scale.md, benchmarks/plan_accuracy.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from calm_scale.accounting.activations import FP32, element
-from calm_scale.accounting.backbone_model import input_components, layer_components, lm_of
-from calm_scale.accounting.communication import Group, Traffic, language_model, wire_bytes
-from calm_scale.accounting.components import FLOPS_PER_MAC, Component, causal
-from calm_scale.accounting.hardware import Device
-from calm_scale.accounting.model import (
-    head_components,
-    input_encoder,
-    loss_components,
-    recomputed,
-    target_encoder,
+from calm_scale.accounting.autoencoder_model import autoencoder_components
+from calm_scale.accounting.backbone_model import (
+    backbone_components,
+    input_components,
+    layer_components,
+    lm_of,
 )
+from calm_scale.accounting.communication import Traffic, autoencoder, language_model
+from calm_scale.accounting.components import Component, parameters_of
+from calm_scale.accounting.hardware import Device
+from calm_scale.accounting.kernels import (
+    KernelSeconds,
+    Rates,
+    autoencoder_seconds,
+    micro_batch_seconds,
+    rates,
+)
+from calm_scale.accounting.links import Ring, collective_seconds, ring, rings
+from calm_scale.accounting.model import head_components, input_encoder, loss_components, target_encoder
 from calm_scale.accounting.sharding import StageParameters, stage_parameters
+from calm_scale.accounting.software import OURS, Software
+from calm_scale.config.base import ConfigError
 from calm_scale.config.run import RunConfig
 
-EFFICIENCY = 0.5
-"""Share of the dense peak that the matrix products of one rank reach by themselves."""
+UPDATE_BYTES = FP32 + 3 * 2 * FP32
+"""Per parameter of an AdamW step: the gradient read, fp32 weights and two moments read and written."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of a micro-batch's time; the rest is its forward pass."""
 
 ASSUMPTIONS = (
-    "Matrix products (hardware FLOPs, attention causal as the kernels compute it) run at {efficiency:.0%} of the dense "
-    "peak. Tensor-parallel collectives and pipeline transfers are not hidden behind computation; the data-parallel "
-    "gradient reduction hides behind the last micro-batch's backward pass, the gathering of weights does not. "
-    "Links: {link:.0f} GB/s inside a node, {network:.0f} GB/s per device between nodes, each per direction."
+    "{software}: matrix products run at {products:.0%} of the dense peak plus their operands over the memory, "
+    "attention (causal) at {attention:.0%}; norms, activations, losses, gradients and the optimizer move their "
+    "bytes. Collectives run at the bandwidth of the ports their ranks share: {link:.0f} GB/s inside a node, "
+    "{network:.0f} GB/s per device between nodes, each per direction. The reduction of gradients hides behind the "
+    "last micro-batch's backward pass; tensor-parallel collectives, transfers between stages and the gathering of "
+    "weights do not. "
+    "Constants are fitted to published runs: docs/scale.md says which, and how far others are off."
 )
 
 
@@ -36,15 +56,17 @@ class StepTime:
     """Seconds of one optimizer step and what they are made of.
 
     Attributes:
-        compute: matrix products of the heaviest stage, all micro-batches.
+        compute: matrix products and attention of the heaviest stage, all micro-batches.
+        passes: its passes over memory: norms, activations, losses.
         tensor: its tensor-parallel collectives.
         pipeline: its transfers to neighbouring stages.
         bubble: filling and draining the pipeline.
         data: what remains visible of gradient reduction and weight gathering.
-        optimizer: reading and writing the optimizer state.
+        optimizer: reading and writing the optimizer state, and the host's work around a step.
     """
 
     compute: float
+    passes: float
     tensor: float
     pipeline: float
     bubble: float
@@ -52,9 +74,14 @@ class StepTime:
     optimizer: float
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name, in the order of a step."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @property
     def total(self) -> float:
         """One step."""
-        return self.compute + self.tensor + self.pipeline + self.bubble + self.data + self.optimizer
+        return sum(self.parts.values())
 
 
 def step_time(
@@ -62,77 +89,111 @@ def step_time(
     data_parallel: int,
     device: Device,
     gpus_per_node: int,
-    efficiency: float = EFFICIENCY,
+    efficiency: float | None = None,
+    software: Software = OURS,
 ) -> StepTime:
-    """Estimated time of one step of the language model; bounded by its slowest stage."""
+    """Estimated time of one step of the language model; bounded by its slowest stage.
+
+    Args:
+        efficiency: share of the peak that large matrix products reach; the device's own where it is None.
+    """
     lm = lm_of(config)
     parallel, passes = lm.parallel, lm.training.accumulation(data_parallel)
     held, traffic = stage_parameters(config), language_model(config, data_parallel)
-    bandwidth = _bandwidths(config, data_parallel, device, gpus_per_node)
-    rate = device.peak * efficiency * parallel.tensor
-    positions = lm.backbone.positions * lm.training.micro_batch * passes
-    compute = [FLOPS_PER_MAC * macs * positions / rate for macs in _stage_macs(config, held)]
-    tensor = [wire_bytes(items, "tensor") / bandwidth["tensor"] for items in traffic]
-    pipeline = [wire_bytes(items, "pipeline") / bandwidth["pipeline"] for items in traffic]
-    busy = [sum(parts) for parts in zip(compute, tensor, pipeline, strict=True)]
+    over = rings(parallel.tensor, data_parallel, parallel.pipeline, device, gpus_per_node)
+    at = rates(device, software, efficiency)
+    kernels = [seconds.times(passes) for seconds in _stage_seconds(config, held, at)]
+    tensor = [
+        (1 - software.overlap_tensor) * collective_seconds(items, "tensor", over["tensor"])
+        for items in traffic
+    ]
+    pipeline = [
+        (1 - software.overlap_pipeline) * collective_seconds(items, "pipeline", over["pipeline"])
+        for items in traffic
+    ]
+    busy = [k.total + t + p for k, t, p in zip(kernels, tensor, pipeline, strict=True)]
     slowest = busy.index(max(busy))
-    fill = (parallel.pipeline - 1) / (parallel.virtual_pipeline * passes)
     return StepTime(
-        compute=compute[slowest],
+        compute=kernels[slowest].products,
+        passes=kernels[slowest].passes,
         tensor=tensor[slowest],
         pipeline=pipeline[slowest],
-        bubble=busy[slowest] * fill,
+        bubble=(sum(busy) - busy[slowest]) / (parallel.virtual_pipeline * passes),
         data=max(
-            _data_seconds(items, bandwidth["data"], hidden=seconds * 2 / 3 / passes)
-            for items, seconds in zip(traffic, compute, strict=True)
+            _data_seconds(items, stage, over["data"], seconds / passes, software)
+            for items, stage, seconds in zip(traffic, held, busy, strict=True)
         ),
-        optimizer=max(_optimizer_bytes(config, stage, data_parallel) for stage in held) / device.bandwidth,
+        optimizer=max(_optimizer_bytes(config, stage, data_parallel) for stage in held) / at.memory
+        + software.step_seconds,
     )
 
 
-def assumptions(device: Device, efficiency: float) -> str:
+def autoencoder_step_seconds(
+    config: RunConfig, world_size: int, device: Device, gpus_per_node: int, software: Software = OURS
+) -> float:
+    """Estimated seconds of one step of the autoencoder: kernels, fp32 collectives that nothing hides, the update."""
+    stage = config.autoencoder
+    if stage is None:
+        raise ConfigError(f"run '{config.name}' has no `autoencoder` section: nothing to train")
+    at = rates(device, software)
+    kernels = autoencoder_seconds(config, stage, at).times(stage.training.accumulation(world_size))
+    traffic = autoencoder(config, world_size)
+    over = ring(world_size, 1, device, gpus_per_node)
+    trained = parameters_of(autoencoder_components(config))
+    update = UPDATE_BYTES * trained / (world_size if stage.zero.stage else 1) / at.memory
+    return kernels.total + collective_seconds(traffic, "data", over) + update + software.step_seconds
+
+
+def assumptions(device: Device, efficiency: float | None, software: Software = OURS) -> str:
     """What the estimate rests on, in words."""
-    return ASSUMPTIONS.format(efficiency=efficiency, link=device.link / 1e9, network=device.network / 1e9)
+    at = rates(device, software, efficiency)
+    return ASSUMPTIONS.format(
+        software=software.name[0].upper() + software.name[1:],
+        products=at.products / device.peak,
+        attention=at.attention / device.peak,
+        link=device.link / 1e9,
+        network=device.network / 1e9,
+    )
 
 
-def _stage_macs(config: RunConfig, held: Sequence[StageParameters]) -> list[float]:
-    """Hardware MACs per position of every stage, attention causal."""
-    lm = lm_of(config)
-    layer = _work(config, layer_components(lm.backbone, 0))
-    macs = [float(sum(stage.layers) * layer) for stage in held]
-    macs[0] += _work(config, [*input_components(config), *input_encoder(config)])
-    macs[-1] += _work(config, [*head_components(config), *loss_components(config), *target_encoder(config)])
-    return macs
+def _stage_seconds(config: RunConfig, held: Sequence[StageParameters], at: Rates) -> list[KernelSeconds]:
+    """One micro-batch through every stage."""
+    layer = micro_batch_seconds(config, list(layer_components(lm_of(config).backbone, 0)), at)
+    found = [layer.times(sum(stage.layers)) for stage in held]
+    first: list[Component] = [*input_components(config), *input_encoder(config)]
+    last: list[Component] = [
+        backbone_components(config)[-1],
+        *head_components(config),
+        *loss_components(config),
+        *target_encoder(config),
+    ]
+    found[0] += micro_batch_seconds(config, first, at)
+    found[-1] += micro_batch_seconds(config, last, at)
+    return found
 
 
-def _work(config: RunConfig, components: Iterable[Component]) -> int:
-    lm = lm_of(config)
-    mode = lm.parallel.recompute
-    return sum(c.training + recomputed(c, mode) for c in causal(components, lm.backbone.positions))
-
-
-def _bandwidths(
-    config: RunConfig, data_parallel: int, device: Device, gpus_per_node: int
-) -> dict[Group, float]:
-    """Bytes/s of each group. Ranks are laid out tensor first, then data, then pipeline."""
-    parallel = lm_of(config).parallel
-    inside = parallel.tensor * data_parallel
-    world = inside * parallel.pipeline
-    return {
-        "tensor": device.link if parallel.tensor <= gpus_per_node else device.network,
-        "data": device.link if inside <= gpus_per_node else device.network,
-        "pipeline": device.link if world <= gpus_per_node else device.network,
-    }
-
-
-def _data_seconds(traffic: Sequence[Traffic], bandwidth: float, hidden: float) -> float:
-    reduce = sum(t.wire for t in traffic if t.group == "data" and t.operation != "all_gather")
-    gather = sum(t.wire for t in traffic if t.group == "data" and t.operation == "all_gather")
-    return max(0.0, reduce / bandwidth - hidden) + gather / bandwidth
+def _data_seconds(
+    traffic: Sequence[Traffic], stage: StageParameters, over: Ring, micro_batch: float, software: Software
+) -> float:
+    """What the last backward pass does not hide of the reduction, and the first forward pass of the gathering."""
+    mine = [item for item in traffic if item.group == "data"]
+    gathers = [item for item in mine if item.operation == "all_gather"]
+    reduces = [item for item in mine if item.operation != "all_gather"]
+    buckets = ceil(software.gradient_bytes * stage.trained / software.bucket_bytes)
+    reduce = over.seconds(
+        sum(item.wire for item in reduces) * software.gradient_bytes / FP32, buckets if reduces else 0
+    )
+    calls = 6 * sum(stage.layers) if software.tensors_a_call else buckets
+    gather = over.seconds(sum(item.wire for item in gathers), calls if gathers else 0)
+    if software.overlap_reduce:
+        reduce = max(0.0, reduce - BACKWARD_SHARE * micro_batch)
+    if software.overlap_gather:
+        gather = max(0.0, gather - (1 - BACKWARD_SHARE) * micro_batch)
+    return reduce + gather
 
 
 def _optimizer_bytes(config: RunConfig, stage: StageParameters, data_parallel: int) -> float:
-    """Gradient read, master weights and two moments read and written, weights written."""
+    """Gradient read, master weights and two moments read and written, weights written; gradients scaled and zeroed."""
     lm = lm_of(config)
     sharded = data_parallel if lm.parallel.distributed_optimizer else 1
-    return stage.trained * (FP32 + 3 * 2 * FP32 + element(lm)) / sharded
+    return stage.trained * ((UPDATE_BYTES + element(lm)) / sharded + 2 * FP32)

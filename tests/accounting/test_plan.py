@@ -95,7 +95,7 @@ def test_document_has_choice_ranking_and_assumptions() -> None:
 
 
 def test_every_stage_s_layers_and_share_stand_beside_its_memory() -> None:
-    document = plan_document(load(CONFIGS / "lm" / "calm-7b.yaml"), 2, "a100")  # chooses two pipeline stages
+    document = plan_document(load(CONFIGS / "lm" / "calm-7b.yaml"), 1, "a100")  # chooses two pipeline stages
     rows = json.loads(to_json(document))["sections"]["choice"]["tables"]["memory"]["rows"]
     layers = [sum(map(int, row["layers"].split("+"))) for row in rows]
     assert layers[0] > layers[1] > 0 and sum(layers) == 32  # the head stands on the last

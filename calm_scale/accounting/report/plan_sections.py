@@ -27,7 +27,7 @@ def plan_document(
     gpu: str,
     *,
     gpus_per_node: int = 8,
-    efficiency: float = timing.EFFICIENCY,
+    efficiency: float | None = None,
     dollars_per_device_hour: float | None = None,
 ) -> Document:
     """Layouts of ``config`` on ``nodes`` nodes of that gpu.
@@ -63,10 +63,7 @@ def _nothing_fits(best: Layout) -> tuple[str, ...]:
 
 def _advice(best: Layout, nodes: int, chip: hardware.Device, price: float) -> tuple[str, ...]:
     time = best.time
-    parts = ", ".join(
-        f"{name} {seconds_text(getattr(time, name))}"
-        for name in ("compute", "tensor", "pipeline", "bubble", "data", "optimizer")
-    )
+    parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in time.parts.items())
     return (
         f"{layout_name(best)}: {seconds_text(time.total)} a step, {best.tokens_per_second:,.0f} tokens/s, "
         f"MFU {100 * best.mfu:.0f} %, {best.days:.2f} days, ${best.dollars * price:,.0f}.",
@@ -160,7 +157,7 @@ def _memory_table(layout: Layout) -> Table:
     )
 
 
-def _assumptions(chip: hardware.Device, efficiency: float, price: float, mtbf_hours: float) -> Section:
+def _assumptions(chip: hardware.Device, efficiency: float | None, price: float, mtbf_hours: float) -> Section:
     text = (
         timing.assumptions(chip, efficiency),
         f"Peak {chip.peak / 1e12:g} TFLOP/s ({chip.source}). "

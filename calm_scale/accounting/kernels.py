@@ -1,0 +1,218 @@
+"""How long the kernels of one rank take: products by their size, attention, and passes over memory.
+
+A product of an [m, k] with a [k, n] matrix takes its FLOPs over the rate that large products reach, plus its operands
+over the memory's bandwidth, plus a gap: the sum, not the larger of the two, fits measured products of any size
+(docs/scale.md). Training runs it three times; the one for the weights adds to an fp32 buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from calm_scale.accounting.activations import FP32, element
+from calm_scale.accounting.autoencoder_model import autoencoder_components
+from calm_scale.accounting.backbone_model import lm_of
+from calm_scale.accounting.components import FLOPS_PER_MAC, Component, causal
+from calm_scale.accounting.hardware import Device
+from calm_scale.accounting.model import recomputed
+from calm_scale.accounting.sharding import local_parameters
+from calm_scale.accounting.software import Software
+from calm_scale.config.autoencoder import AutoencoderStage
+from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, HeadConfig
+from calm_scale.config.run import RunConfig
+
+COPY_SHARE = 0.83
+"""Memory bandwidth that kernels see over the datasheet figure (device copies: A100 1.61 of 2.04 TB/s, H100 2.90 of
+3.35, H200 4.01 of 4.8)."""
+
+GAP_SECONDS = 4e-6
+"""Between two kernels of one stream."""
+
+ATTENTION_BACKWARD = 2.5
+"""Backward over forward FLOPs of an attention kernel that recomputes its scores."""
+
+ROTATION_PASSES = 12
+"""Passes over the queries for rotation and layout of queries, keys and values, forward and backward."""
+
+SCORE_FLOPS = 80
+"""fp32 operations per element of a posterior draw in the energy loss: Philox, Box-Muller, distances, gradients."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device does in a second, and the program it runs.
+
+    Attributes:
+        products: FLOP/s of large matrix products.
+        attention: FLOP/s of attention.
+        memory: bytes/s.
+        vector: FLOP/s outside of the matrix units.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    vector: float
+    software: Software
+
+
+def rates(device: Device, software: Software, efficiency: float | None = None) -> Rates:
+    """The rates of a device; ``efficiency`` replaces the share of the peak that large products reach."""
+    share = device.products if efficiency is None else efficiency
+    return Rates(
+        products=share * device.peak,
+        attention=(device.fused_attention if software.fused_attention else device.attention) * device.peak,
+        memory=COPY_SHARE * device.bandwidth,
+        vector=device.vector,
+        software=software,
+    )
+
+
+@dataclass(frozen=True)
+class KernelSeconds:
+    """Seconds of matrix products (attention included) and of everything else."""
+
+    products: float = 0.0
+    passes: float = 0.0
+
+    def __add__(self, other: KernelSeconds) -> KernelSeconds:
+        return KernelSeconds(self.products + other.products, self.passes + other.passes)
+
+    def times(self, count: float) -> KernelSeconds:
+        """``count`` of it."""
+        return KernelSeconds(count * self.products, count * self.passes)
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.products + self.passes
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank computes of a model.
+
+    Attributes:
+        tokens: positions of one micro-batch, of all tensor-parallel ranks.
+        width: bytes of an activation or weight in a product.
+        tensor: tensor-parallel ranks.
+        sequence_parallel: whether the backbone's norms see a slice of the positions.
+        samples: times the head's blocks run at each position.
+    """
+
+    tokens: float
+    width: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    samples: int = 1
+
+
+def micro_batch_seconds(config: RunConfig, components: list[Component], at: Rates) -> KernelSeconds:
+    """One micro-batch through ``components`` on one tensor-parallel rank: forward, backward, recomputation."""
+    lm = lm_of(config)
+    share = Share(
+        tokens=lm.backbone.positions * lm.training.micro_batch,
+        width=element(lm),
+        tensor=lm.parallel.tensor,
+        sequence_parallel=lm.parallel.sequence_parallel,
+        samples=_samples(lm.head),
+    )
+    total = KernelSeconds()
+    for component in causal(components, lm.backbone.positions):
+        again = recomputed(component, lm.parallel.recompute) > 0
+        if component.attention:
+            total += _attention(component, share, again, at)
+        elif component.part == "loss":
+            total += _energy_loss(component, share, at)
+        else:
+            total += _dense(component, share, _split(config, component), again, at)
+    return total
+
+
+def autoencoder_seconds(config: RunConfig, stage: AutoencoderStage, at: Rates) -> KernelSeconds:
+    """One micro-batch of the autoencoder on one rank: forward and backward."""
+    share = Share(
+        tokens=stage.patches * stage.training.micro_batch,
+        width=2 if stage.training.precision == "bf16" else FP32,
+    )
+    total = KernelSeconds()
+    for component in autoencoder_components(config):
+        total += _dense(component, share, 1.0, False, at)
+    return total
+
+
+def _split(config: RunConfig, component: Component) -> float:
+    """Ranks that share a component's weights; the frozen encoder stands whole on each."""
+    if not component.parameters or component.part == "encoder":
+        return 1.0
+    return component.parameters / local_parameters(config, component)
+
+
+def _dense(component: Component, share: Share, split: float, again: bool, at: Rates) -> KernelSeconds:
+    """A product and the passes over memory around it."""
+    rows = share.tokens * component.uses * component.rows
+    if component.part in ("head", "encoder") and split == 1:  # each rank computes positions of its own
+        rows /= share.tensor
+    passes = _passes(component, share, rows, split, at)
+    if not component.num_in or not component.uses:
+        return KernelSeconds(passes=passes)
+    return KernelSeconds(product_seconds(component, share, rows, split, again, at), passes)
+
+
+def product_seconds(
+    component: Component, share: Share, rows: float, split: float, again: bool, at: Rates
+) -> float:
+    """One product forward and, as its component says, backward; ``split`` ranks share its weights."""
+    num_in, num_out = component.num_in, component.num_out
+    weights = num_in * num_out / split
+    passes = 1 + component.backward + (1 if again else 0)
+    flops = FLOPS_PER_MAC * rows * weights * passes
+    moved = passes * share.width * (rows * (num_in + num_out / split) + weights)
+    if component.backward == 2:
+        moved += (2 * FP32 - share.width) * weights
+    return flops / at.products + moved / at.memory + passes * GAP_SECONDS
+
+
+def _passes(component: Component, share: Share, rows: float, split: float, at: Rates) -> float:
+    """Elementwise work at a component: a norm, an activation, the rotation of queries and keys, a cross-entropy."""
+    name, software = component.name.rsplit(".", 1)[-1], at.software
+    trained = (1 + component.backward) / 3
+    if name in ("output", "logits"):
+        return rows * component.num_out / split * software.logit_bytes / at.memory
+    if "norm" in name:
+        return share.width * software.norm_passes * _norm_elements(component, share, rows) / at.memory
+    if name in ("gate_up", "hidden", "expand"):
+        elements = rows * component.num_out / split
+        return trained * share.width * software.activation_passes * elements / at.memory
+    if name == "qkv":
+        rotated = ROTATION_PASSES * share.width * rows * component.num_in / split
+        return rotated / at.memory + software.gaps * GAP_SECONDS
+    return 0.0
+
+
+def _norm_elements(component: Component, share: Share, rows: float) -> float:
+    """Elements a norm sees: RMSNorm owns one weight for each, the LayerNorms of head and input two."""
+    elements = component.parameters / (2 if component.part in ("head", "input") else 1)
+    if component.part == "backbone" and share.sequence_parallel:
+        rows /= share.tensor
+    if component.part == "head":
+        rows *= share.samples
+    return rows * elements
+
+
+def _samples(head: HeadConfig) -> int:
+    """Times a head's blocks run at each position while training."""
+    if isinstance(head, EnergyHeadConfig):
+        return head.num_samples
+    return head.num_repeats if isinstance(head, FlowHeadConfig | DiffusionHeadConfig) else 1
+
+
+def _attention(component: Component, share: Share, again: bool, at: Rates) -> KernelSeconds:
+    forward = FLOPS_PER_MAC * component.forward * share.tokens / share.tensor
+    return KernelSeconds(products=forward * (1 + ATTENTION_BACKWARD + (1 if again else 0)) / at.attention)
+
+
+def _energy_loss(component: Component, share: Share, at: Rates) -> KernelSeconds:
+    return KernelSeconds(
+        passes=SCORE_FLOPS * component.training_forward * share.tokens / share.tensor / at.vector
+    )
