@@ -22,7 +22,7 @@ from data_prep.manifest import (
 from data_prep.plan import Plan, Split
 from data_prep.record import SegmentRecord, SplitOutput
 from data_prep.report import QUARANTINE_NAME, PrepReport, summarise
-from data_prep.tails import filler_id, join_tails, refuse_starved
+from data_prep.tails import JoinedTail, join_tails, refuse_starved
 from data_prep.tokenizer import Tokenizer
 
 
@@ -153,21 +153,23 @@ def write_split(
     """
     prep = plan.prep
     shards: list[ShardEntry] = []
-    left = 0
+    tails: list[JoinedTail] = []
     for source in range(len(prep.sources)):
         mine = [r for r in records if plan.inputs[r.item].source == source]
         shards += [entry for r in mine for entry in r.splits[split.name].shards]
-        tail, left_out = join_tails(plan, journal, split, source, mine, filler_id(tokenizer))
-        shards += [tail] if tail is not None else []
-        left += left_out
+        tails.append(join_tails(plan, journal, split, source, mine, tokenizer))
+        shards += [tails[-1].shard] if tails[-1].shard is not None else []
     outputs = [r.splits[split.name] for r in records]
     num_sequences = sum(s.num_sequences for s in shards)
     tokens = TokenCounts(
         text=sum(o.text_tokens for o in outputs),
         bos=sum(o.bos for o in outputs),
         eos=sum(o.eos for o in outputs),
-        padding=sum(o.padding for o in outputs) + sum(s.filler for s in shards),
-        tail=left,
+        boundaries=sum(tail.boundaries for tail in tails),
+        padding=sum(o.padding for o in outputs)
+        + sum(tail.padding for tail in tails)
+        + sum(s.filler for s in shards),
+        tail=sum(tail.left_out for tail in tails),
         stored=num_sequences * prep.sequence_length,
     )
     refuse_starved(plan, split, tokens, shards, records)

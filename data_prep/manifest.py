@@ -66,21 +66,25 @@ class DocumentCounts(_Record):
 
 
 class TokenCounts(_Record):
-    """text + bos + eos + padding = stored + tail; tail is the last, incomplete sequence where it is not stored.
+    """text + bos + eos + boundaries + padding = stored + tail; tail is the last, incomplete sequence where it is not
+    stored.
 
-    ``padding`` counts what aligns documents and what fills up a stored last sequence.
+    ``padding`` counts what aligns documents and what fills up a stored last sequence. ``boundaries`` counts the BOS
+    ids before the rest of a document that follows another document where the ends of segments are joined.
     """
 
     text: int = 0
     bos: int = 0
     eos: int = 0
+    boundaries: int = 0
     padding: int = 0
     tail: int = 0
     stored: int = 0
 
     def closes(self) -> bool:
         """Whether every token is accounted for."""
-        return self.text + self.bos + self.eos + self.padding == self.stored + self.tail
+        parts = self.text + self.bos + self.eos + self.boundaries + self.padding
+        return parts == self.stored + self.tail
 
 
 class Manifest(_Record):

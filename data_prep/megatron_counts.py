@@ -75,7 +75,7 @@ class Tally:
         """
         path = counts_path(prefix)
         manifest, counts = self.manifest, self.manifest.tokens
-        bos, eos, padding = counts.bos, counts.eos, manifest.served_padding
+        bos, eos, padding = counts.bos + counts.boundaries, counts.eos, manifest.served_padding
         if counts.tail:
             if padding and manifest.pad_id in (manifest.bos_id, manifest.eos_id):
                 path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from data_prep.dedup import find_duplicates
 from data_prep.errors import EncoderMismatchError, PrepError, ShardError, StarvedSplitError, explain
 from data_prep.inspection import store_definition
 from data_prep.journal import FolderLock, Journal
-from data_prep.manifest import Manifest
+from data_prep.manifest import Manifest, TokenCounts
 from data_prep.mpi import Ranks, detect_ranks
 from data_prep.plan import Plan, check_disk, make_plan
 from data_prep.processes import run_workers
@@ -225,7 +225,7 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
         manifest.write(journal.data_dir / manifest.split)
         remove_unnamed(journal.data_dir / manifest.split, manifest)
     work = total_progress(journal.attempt_dir / "progress", "encode")
-    names = ("text", "bos", "eos", "padding", "tail", "stored")
+    names = TokenCounts.model_fields
     report = PrepReport(
         plan=plan.key,
         data_dir=journal.data_dir,

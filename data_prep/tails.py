@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import ceil, sqrt
+from pathlib import Path
+
 import numpy as np
+from numpy.typing import NDArray
 
 from data_prep.errors import StarvedSplitError
 from data_prep.journal import Journal
 from data_prep.manifest import ShardEntry, TokenCounts
 from data_prep.packing import MOST_IDS
 from data_prep.plan import Plan, Split
-from data_prep.record import SegmentRecord
+from data_prep.record import SegmentRecord, SplitOutput
 from data_prep.shards import SUFFIX, ShardWriter
 from data_prep.tokenizer import Tokenizer
 
@@ -21,22 +26,44 @@ def filler_id(tokenizer: Tokenizer) -> int:
     return next((number for number in known if number is not None), 0)
 
 
+@dataclass(frozen=True)
+class JoinedTail:
+    """The ends of one source's segments, joined.
+
+    Attributes:
+        shard: ``None`` where there was not one sequence.
+        left_out: ids after the last whole sequence.
+        boundaries, padding: BOS ids and alignment that were put in where documents of two segments meet.
+    """
+
+    shard: ShardEntry | None
+    left_out: int
+    boundaries: int
+    padding: int
+
+
 def join_tails(
-    plan: Plan, journal: Journal, split: Split, source: int, records: list[SegmentRecord], filler: int
-) -> tuple[ShardEntry | None, int]:
+    plan: Plan,
+    journal: Journal,
+    split: Split,
+    source: int,
+    records: list[SegmentRecord],
+    tokenizer: Tokenizer,
+) -> JoinedTail:
     """What the segments of one source left over, one after the other, as one more shard.
 
-    The last, incomplete sequence is filled up with ``filler`` where ``prep.keep_tail`` names the split.
-
-    Returns:
-        The shard (``None``: there was not one sequence), and the number of ids that were left out.
+    The last, incomplete sequence is filled up where ``prep.keep_tail`` names the split.
 
     Raises:
         StarvedSplitError: the last sequence would be ``MOST_IDS`` of filler and more.
     """
     prep = plan.prep
-    missing = _filler(plan, split, sum(r.splits[split.name].tail_tokens for r in records))
     dtype = np.dtype(plan.dtype).newbyteorder("<")
+    paths = [journal.record_path(r.item, r.segment).with_suffix(f".{split.name}.tail") for r in records]
+    boundary = _boundary(plan, tokenizer).astype(dtype)
+    joins = _count_joins(paths, tokenizer, dtype) if len(boundary) else 0
+    left_over = sum(r.splits[split.name].tail_tokens for r in records)
+    missing = _filler(plan, split, left_over + joins * len(boundary))
     writer = ShardWriter(
         journal.data_dir / split.name / f"tail-{source:06d}{SUFFIX}",
         dtype,
@@ -44,13 +71,18 @@ def join_tails(
         sequence_length=prep.sequence_length,
         max_id=plan.vocab_size - 1,
     )
-    for record in records:
-        path = journal.record_path(record.item, record.segment).with_suffix(f".{split.name}.tail")
-        writer.append(np.fromfile(path, dtype))
-    writer.append(np.full(missing, filler, dtype))
+    follows = False
+    for path in paths:
+        ids = np.fromfile(path, dtype)
+        if follows and len(boundary) and _continues(ids, tokenizer):
+            writer.append(boundary)
+        writer.append(ids)
+        follows = follows or len(ids) > 0
+    writer.append(np.full(missing, filler_id(tokenizer), dtype))
     header, left = writer.close()
+    padding = joins * max(0, len(boundary) - 1)
     if header is None:
-        return None, len(left)
+        return JoinedTail(None, len(left), joins, padding)
     entry = ShardEntry(
         name=writer.path.name,
         num_sequences=header.num_sequences,
@@ -60,7 +92,28 @@ def join_tails(
         origin="ends of all segments",
         filler=missing,
     )
-    return entry, len(left)
+    return JoinedTail(entry, len(left), joins, padding)
+
+
+def _boundary(plan: Plan, tokenizer: Tokenizer) -> NDArray[np.uint32]:
+    """What separates the rest of a document from the document of another segment before it: BOS, as a patch of its
+    own where documents are aligned. Empty where EOS ends every document, or where nothing separates documents."""
+    if not tokenizer.add_bos or tokenizer.add_eos or tokenizer.bos_id is None:
+        return np.empty(0, np.uint32)
+    aligned = plan.prep.packing == "aligned" and plan.pad_id is not None
+    pads = [plan.pad_id] * (plan.prep.alignment - 1) if aligned else []
+    return np.array([tokenizer.bos_id, *pads], np.uint32)
+
+
+def _count_joins(paths: list[Path], tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger]) -> int:
+    """Ends of segments that begin inside a document and follow the end of another segment."""
+    firsts = [first for path in paths if len(first := np.fromfile(path, dtype, count=1))]
+    return sum(_continues(first, tokenizer) for first in firsts[1:])
+
+
+def _continues(ids: NDArray[np.unsignedinteger], tokenizer: Tokenizer) -> bool:
+    """Whether the end of a segment begins inside a document."""
+    return len(ids) > 0 and ids[0] != tokenizer.bos_id
 
 
 def _filler(plan: Plan, split: Split, left_over: int) -> int:
@@ -83,23 +136,49 @@ def refuse_starved(
     A held-out text that has the corpus to itself may be shorter when its tail is stored: it is scored as it is.
 
     Raises:
-        StarvedSplitError: names the split and the smallest share that works.
+        StarvedSplitError: names the split, and a share that is enough or that the corpus has too few documents.
     """
     length = plan.prep.sequence_length
     got = tokens.text + tokens.bos + tokens.eos
     whole = sum(s.num_sequences for s in shards) - sum(s.filler > 0 for s in shards)
     if whole or (shards and len(plan.splits) == 1 and split.name == "heldout"):
         return
-    everything = sum(
-        o.text_tokens + o.bos + o.eos + o.padding for record in records for o in record.splits.values()
-    )
-    if everything < length or split.name == "train":
+    outputs = [output for record in records for output in record.splits.values()]
+    everything = sum(o.text_tokens + o.bos + o.eos + o.padding for o in outputs)
+    name, given = split.name, split.high - split.low
+    if everything < length or len(plan.splits) == 1:
         raise StarvedSplitError(
-            f"the split {split.name!r} got {got} of {everything} tokens, less than one sequence of {length}: "
+            f"the split {name!r} got {got} of {everything} tokens, less than one sequence of {length}: "
             "add text or lower prep.sequence_length"
         )
+    share = _sufficient_share(outputs, everything, length)
+    others = [s for s in plan.splits if s.name != name]
+    for_others = sum(share if "train" in (name, s.name) else s.high - s.low for s in others)
+    if given < share <= 1 - for_others:
+        asked = (
+            "the shares of the other splits leave too little"
+            if name == "train"
+            else f"prep.splits.{name} = {given:g} is too little"
+        )
+        raise StarvedSplitError(
+            f"{asked}: the split {name!r} gets {got} tokens, less than one sequence of {length}. The smallest share "
+            f"that works with this corpus is about {share:.2g}"
+        )
+    documents = sum(o.documents for o in outputs)
     raise StarvedSplitError(
-        f"prep.splits.{split.name} = {split.high - split.low:g} gives the split {split.name!r} {got} tokens, "
-        f"less than one sequence of {length}: the smallest share that works with this corpus is about "
-        f"{min(1.0, 1.2 * length / everything):.2g}"
+        f"the split {name!r} got {got} of {everything} tokens, less than one sequence of {length}, and another share "
+        f"would not help: the corpus has too few documents ({documents}), and each goes to one split as a whole. Add "
+        "documents, lower prep.sequence_length, or set the shares in prep.splits to 0 and prepare the held-out text "
+        "as a run of its own"
     )
+
+
+def _sufficient_share(outputs: list[SplitOutput], tokens: int, length: int) -> float:
+    """The share of the documents that holds ``length`` tokens with a margin of two standard deviations; above 1
+    where the corpus has too few documents for that.
+
+    Documents are drawn one by one, so the tokens of a share s vary by sqrt(s · Σ length²).
+    """
+    squares = sum(n * 2.0 ** (2 * i + 1) for o in outputs for i, n in enumerate(o.length_histogram))
+    root = (sqrt(4 * squares) + sqrt(4 * squares + 4 * tokens * length)) / (2 * tokens)
+    return ceil(100 * root**2) / 100 if root**2 > 0.01 else root**2

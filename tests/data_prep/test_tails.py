@@ -72,7 +72,8 @@ def test_each_source_keeps_its_own_tail_and_other_splits_drop_theirs(
     assert train.tokens.tail > 0
     assert train.fingerprint != heldout.fingerprint
     partial = ShardDataset(config.data_dir / "heldout", 64, partial=True)
-    assert len(stream_of(partial)) == heldout.tokens.text + heldout.tokens.bos
+    counts = heldout.tokens
+    assert len(stream_of(partial)) == counts.text + counts.bos + counts.boundaries
     whole = ShardDataset(config.data_dir / "heldout", 64)
     drawn = whole.order(3)(np.arange(len(whole)))
     assert set(np.unique(drawn)) <= set(range(len(whole)))
@@ -156,3 +157,36 @@ def test_a_sequence_length_that_no_memory_holds_is_a_mistake(
     with pytest.raises(PrepMistakeError, match=r"lower prep\.sequence_length"):
         prepare(make_config(path, sequence_length=8 << 30, **settings), show=False)
     assert not list((tmp_path / "run/data").glob("*/*.shard*"))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.95])
+def test_one_document_is_too_few_for_two_splits_whatever_the_share(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, share: float
+) -> None:
+    path = kit.write_lines(tmp_path / "a.jsonl", ["the energy of a patch " * 400])
+    config = make_config(path, splits={"heldout": share}, sequence_length=128)
+    with pytest.raises(StarvedSplitError, match=r"too few documents \(1\)"):
+        prepare(config, show=False)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+@pytest.mark.parametrize("split", ["heldout", "autoencoder"])
+def test_the_advised_share_works(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, seed: int, split: str
+) -> None:
+    path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(300, seed=seed))
+    settings = {"sequence_length": 1024, "keep_tail": []}
+    with pytest.raises(StarvedSplitError) as refused:
+        prepare(make_config(path, splits={split: 0.004}, **settings), show=False)
+    advised = float(str(refused.value).rsplit(" ", 1)[1])
+    assert 0.004 < advised < 0.5
+    prepare(make_config(path, splits={split: advised}, **settings), show=False)
+
+
+def test_too_little_left_for_training_is_told_of_training(
+    tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace
+) -> None:
+    path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(300))
+    config = make_config(path, splits={"heldout": 0.996}, sequence_length=1024)
+    with pytest.raises(StarvedSplitError, match=r"the other splits leave too little.*'train'.*about 0\.\d+"):
+        prepare(config, show=False)
