@@ -125,16 +125,7 @@ def make_plan(config: RunConfig, tokenizer: Tokenizer) -> Plan:
     prep = config.prep
     if prep is None:
         raise ConfigError("prep: this configuration has no `prep` section, so there is nothing to prepare")
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"vocab_size is {config.vocab_size}, but the tokenizer's ids reach {tokenizer.max_id} (special and "
-            f"padding tokens included): set vocab_size to at least {tokenizer.vocab_size}"
-        )
-    if prep.packing != "concat" and tokenizer.pad_id is None:
-        raise ConfigError(
-            f"prep.packing {prep.packing} needs a padding token and the tokenizer has none by a usual name: set "
-            "tokenizer.pad_token (a new name takes the next free id)"
-        )
+    check_tokenizer(prep, config.vocab_size, tokenizer)
     inputs = tuple(list_inputs(prep.sources))
     text = sum(item.text_bytes for item in inputs)
     return Plan(
@@ -154,6 +145,22 @@ def make_plan(config: RunConfig, tokenizer: Tokenizer) -> Plan:
         tokenizer_config=config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
         pad_id=tokenizer.pad_id,
     )
+
+
+def check_tokenizer(prep: PrepConfig, vocab_size: int, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where the tokenizer does not fit the vocabulary or the packing, ShardError where the id type
+    is too narrow."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"vocab_size is {vocab_size}, but the tokenizer's ids reach {tokenizer.max_id} (special and "
+            f"padding tokens included): set vocab_size to at least {tokenizer.vocab_size}"
+        )
+    if prep.packing != "concat" and tokenizer.pad_id is None:
+        raise ConfigError(
+            f"prep.packing {prep.packing} needs a padding token and the tokenizer has none by a usual name: set "
+            "tokenizer.pad_token (a new name takes the next free id)"
+        )
+    token_dtype(tokenizer.max_id, prep.dtype)
 
 
 def _splits(prep: PrepConfig) -> tuple[Split, ...]:

@@ -110,7 +110,7 @@ class ShardDataset:
         wanted = np.ascontiguousarray(indices, np.int64)
         if not len(wanted):
             return np.empty((0, self.tokens_per_sample), self._dtype if dtype is None else dtype)
-        self._refuse_none()
+        self.refuse_none()
         if self._gatherer is None and not self._has_cold:
             self._gatherer = RowGatherer([self._plain(i) for i, count in enumerate(self._counts) if count])
         if self._gatherer is not None:
@@ -119,7 +119,7 @@ class ShardDataset:
             samples = np.stack([self._filled(i) for i in wanted.tolist()])
         return samples if dtype is None else samples.astype(dtype)
 
-    def _refuse_none(self) -> None:
+    def refuse_none(self) -> None:
         """Raises ShardMistakeError when there is nothing to read."""
         if not len(self):
             found = sum(map(self._real_tokens, self.manifest.shards))

@@ -15,41 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from calm_scale.autoencoder.card import CARD_FILE, EXPORT_AGAIN, ExportCard, ExportError, read_card
 from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
-from calm_scale.config.base import CalmScaleError, ConfigError, Section
-from calm_scale.config.stored import checked, read_object
+from calm_scale.config.base import CalmScaleError
 
 MODEL_FILE = "model.safetensors"
-CARD_FILE = "card.json"
-FORMAT_VERSION = 1
-_AGAIN = "export one again: calm-scale ckpt export RUN/autoencoder/checkpoints/step_XXXXXXXX --out DIR"
-
-
-class ExportError(ConfigError):
-    """An autoencoder export that is missing, damaged, or does not fit its card."""
-
-
-class ExportCard(Section):
-    """What an exported autoencoder is and where it comes from."""
-
-    format_version: int = FORMAT_VERSION
-    fingerprint: str
-    vocab_size: int
-    patch_size: int
-    latent_size: int
-    model: AutoencoderModelConfig
-    objective: ObjectiveConfig
-    tokenizer_fingerprint: str | None = None
-    data_fingerprint: str | None = None
-    steps: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    metrics: dict[str, float] = Field(default_factory=dict)
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor], config: AutoencoderModelConfig) -> str:
@@ -136,24 +110,6 @@ def _mode_of_a_new_file(path: Path) -> int:
         probe.unlink(missing_ok=True)
 
 
-def read_card(directory: Path) -> ExportCard:
-    """The card of an export.
-
-    Raises:
-        ExportError: there is none, or it cannot be read.
-    """
-    path = directory / CARD_FILE
-    if not path.exists():
-        raise ExportError(
-            f"{directory} holds no exported autoencoder ({CARD_FILE} is missing): run `calm-scale train-ae` to its end "
-            f"first, set lm.autoencoder to an export, or {_AGAIN}"
-        )
-    raw = read_object(path, remedy=_AGAIN, raises=ExportError)
-    if (version := raw.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
-        raise ExportError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}")
-    return checked(ExportCard, raw, path, remedy=_AGAIN, raises=ExportError)
-
-
 def load_export(directory: Path, *, device: torch.device | str = "cpu") -> tuple[Autoencoder, ExportCard]:
     """The frozen autoencoder of an export, in evaluation mode, no gradients, output weight tied again.
 
@@ -166,12 +122,12 @@ def load_export(directory: Path, *, device: torch.device | str = "cpu") -> tuple
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ExportError(f"{path} cannot be read: {error}; {_AGAIN}") from error
+        raise ExportError(f"{path} cannot be read: {error}; {EXPORT_AGAIN}") from error
     found = fingerprint(weights, card.model)
     if found != card.fingerprint:
         raise ExportError(
             f"{path} has fingerprint {found}, its card says {card.fingerprint}: not the same weights; "
-            f"{_AGAIN}"
+            f"{EXPORT_AGAIN}"
         )
     model = Autoencoder(card.model, card.vocab_size, card.patch_size)
     load_weights(model, weights, str(path))

@@ -19,6 +19,7 @@ from calm_scale.config.stored import checked
 
 S = TypeVar("S", bound=Section)
 FORMAT_VERSION = 1
+FINGERPRINTS = ("tokenizer_fingerprint", "shards_fingerprint", "autoencoder_fingerprint")
 
 UNITS = {
     "steps": "optimizer steps, skipped ones included",
@@ -59,6 +60,11 @@ class Identity(Section):
     code_version: str = ""
     attempt: int = 0
     logging_run_id: str = ""
+
+    @property
+    def fingerprints(self) -> dict[str, str | None]:
+        """What the run reads besides its configuration, by field name."""
+        return {name: getattr(self, name) for name in FINGERPRINTS}
 
     @classmethod
     def of_run(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from calm_scale.checkpoint.card import Card, Identity
+from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import ResumeRefusedError
 from calm_scale.config import RunConfig
 
@@ -119,13 +119,13 @@ class ResumeDiff:
 
 
 def resume_diff(
-    card: Card, config: Mapping[str, Any], stage: str, identity: Identity | None = None
+    card: Card, config: Mapping[str, Any], stage: str, fingerprints: Mapping[str, str | None] | None = None
 ) -> ResumeDiff:
     """Compares a card with the resolved document (``RunConfig.model_dump(mode="json")``) of the run to resume.
 
-    With ``identity`` the fingerprints of tokenizer, shards and autoencoder are compared too; without it (on a login
-    node that has no data) only the configuration is. A changed ``tokenizer.*`` is safe where the tokenizer it names
-    now has the fingerprint of the card's: it is loaded for that, and only then.
+    ``fingerprints`` holds those of tokenizer, shards and autoencoder (``Identity.fingerprints``) that are seen: on a
+    machine without the data only the configuration is compared. A changed ``tokenizer.*`` is safe where the tokenizer
+    it names now has the fingerprint of the card's: it is loaded for that, and only then.
     """
     old, new = _flat(card.config), _flat(config)
     pairs: dict[str, tuple[Any, Any]] = {
@@ -134,9 +134,8 @@ def resume_diff(
         if _concerns(name, stage)
     }
     pairs["stage"] = (card.stage, stage)
-    if identity is not None:
-        for name in ("tokenizer_fingerprint", "shards_fingerprint", "autoencoder_fingerprint"):
-            pairs[name] = (getattr(card, name), getattr(identity, name))
+    for name, value in (fingerprints or {}).items():
+        pairs[name] = (card.fingerprints[name], value)
     tokenizers = _tokenizers(card, pairs, config)
     if tokenizers is not None:
         pairs["tokenizer"] = tokenizers

@@ -43,13 +43,17 @@ def submit(
     ] = False,
 ) -> None:
     """Queue prep → autoencoder → language model → evaluation on SLURM; the chain finishes by itself."""
+    from calm_scale.stages.before_start import all_notes
     from calm_scale.stages.submit import submit_run, submit_the_sweep
     from calm_scale.stages.sweep import plan_sweep
 
     if sweep:
         planned = plan_sweep(config, set_ or (), sweep)
-        raise typer.Exit(submit_the_sweep(planned, config, cluster, dry_run=dry_run))
-    raise typer.Exit(submit_run(load(config, set_ or ()), config, cluster, dry_run=dry_run))
+        notes = all_notes(planned.base, config, set_ or ())
+        raise typer.Exit(submit_the_sweep(planned, config, cluster, dry_run=dry_run, notes=notes))
+    run = load(config, set_ or ())
+    notes = all_notes(run, config, set_ or ())
+    raise typer.Exit(submit_run(run, config, cluster, dry_run=dry_run, notes=notes))
 
 
 def status(

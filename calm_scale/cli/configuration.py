@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from calm_scale.cli.options import ConfigFile, Overrides, user_path
-from calm_scale.config import config_hash, load, to_yaml
+from calm_scale.config import ConfigError, config_hash, load, to_yaml
 
 group = typer.Typer(help="Look at and check a configuration.", no_args_is_help=True)
 
@@ -42,9 +42,15 @@ def validate(
         typer.Option("--accept", help="A changed field that may change the results. Repeatable."),
     ] = None,
 ) -> None:
-    """Check a configuration without a GPU, a node or torch."""
+    """Check a configuration, and what it finds on the disk, without a GPU, a node or torch."""
+    from calm_scale.stages.before_start import all_notes, problems
+
     resolved = load(config, set_ or ())
+    if found := problems(resolved):
+        raise ConfigError("\n".join(found))
     typer.echo(f"{config}: valid · run {resolved.name} · hash {config_hash(resolved)}")
+    for note in all_notes(resolved, config, set_ or ()):
+        typer.echo(note)
     if resume is not None:
         from calm_scale.stages.resume_check import print_resume_diff
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calm_scale.cli.options import ConfigFile, DryRun, NumRanks, Overrides
-from calm_scale.config import RunConfig, load
+from calm_scale.config import load
 
 if TYPE_CHECKING:
     from calm_scale.stages.launch import Stage
@@ -43,7 +44,7 @@ def train_ae(
     dry_run: DryRun = False,
 ) -> None:
     """Train the patch autoencoder under DeepSpeed ZeRO, then export it."""
-    raise typer.Exit(_train("autoencoder", load(config, set_ or ()), nproc, accept or [], dry_run))
+    raise typer.Exit(_train("autoencoder", config, set_ or [], nproc, accept or [], dry_run))
 
 
 def train_lm(
@@ -54,15 +55,20 @@ def train_lm(
     dry_run: DryRun = False,
 ) -> None:
     """Train the language model (CALM or the autoregressive baseline) on Megatron-core."""
-    raise typer.Exit(_train("lm", load(config, set_ or ()), nproc, accept or [], dry_run))
+    raise typer.Exit(_train("lm", config, set_ or [], nproc, accept or [], dry_run))
 
 
-def _train(stage: Stage, config: RunConfig, nproc: int | None, accept: list[str], dry_run: bool) -> int:
+def _train(
+    stage: Stage, path: Path, overrides: list[str], nproc: int | None, accept: list[str], dry_run: bool
+) -> int:
     from calm_scale.stages import launch
-    from calm_scale.stages.dry_run import dry_run as print_dry_run
 
+    config = load(path, overrides)
     if dry_run:
-        return print_dry_run(config, stage, nproc)
+        from calm_scale.stages.before_start import all_notes
+        from calm_scale.stages.dry_run import dry_run as print_dry_run
+
+        return print_dry_run(config, stage, nproc, all_notes(config, path, overrides, stage))
     code = launch.spawn_if_needed(nproc or launch.default_ranks(config, stage))
     if code is not None:
         return code

@@ -64,6 +64,11 @@ class SplitConfig(Section):
             raise ValueError("heldout + autoencoder must leave a share for the language model")
         return self
 
+    def share(self, split: str) -> float:
+        """Share of the documents that a split gets; ``train`` gets the rest."""
+        named = {"heldout": self.heldout, "autoencoder": self.autoencoder}
+        return named.get(split, 1 - self.heldout - self.autoencoder)
+
 
 class ReadingConfig(Section):
     """How training and evaluation read prepared splits.

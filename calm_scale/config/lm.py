@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from calm_scale.config.base import Section
+from calm_scale.config.base import ConfigError, Section
 from calm_scale.config.parallel import ParallelConfig
 from calm_scale.config.stored import checked
 from calm_scale.config.training import TrainingConfig
@@ -50,14 +50,17 @@ class BackboneConfig(Section):
 
 
 class EnergyHeadConfig(Section):
-    """Single-step sampler trained with the energy loss (Eq. 10). ``num_blocks: None`` means L/4."""
+    """Single-step sampler trained with the energy loss (Eq. 10). ``num_blocks: None`` means L/4.
+
+    The score is strictly proper for ``alpha`` below 2; at 2 (Table 4's last column) only the samples' mean counts.
+    """
 
     kind: Literal["energy"] = "energy"
     num_blocks: int | None = Field(default=None, gt=0)
     noise_size: int = Field(default=64, gt=0)
     num_samples: int = Field(default=8, ge=2)
     num_posterior: int = Field(default=100, ge=1)
-    alpha: float = Field(default=1.0, gt=0, lt=2)
+    alpha: float = Field(default=1.0, gt=0, le=2)
 
 
 class FlowHeadConfig(Section):
@@ -145,12 +148,7 @@ class LMStage(Section):
             raise ValueError(f"positions {b.positions} is not divisible by tensor parallel size {p.tensor}")
         self._head_fits()
         if p.data is not None:
-            num_micro_batches = self.training.accumulation(p.data)
-            if p.virtual_pipeline > 1 and num_micro_batches % p.pipeline:
-                raise ValueError(
-                    f"virtual_pipeline needs micro-batches per step ({num_micro_batches}) in a multiple of "
-                    f"pipeline {p.pipeline}; change global_batch or micro_batch"
-                )
+            self.micro_batches(p.data)
         return self
 
     def _head_fits(self) -> None:
@@ -167,14 +165,28 @@ class LMStage(Section):
                 f"head_parallelism tensor splits the energy head's weights; head {self.head.kind} needs position"
             )
 
-    def for_inference(self, tensor: int = 1) -> LMStage:
+    def micro_batches(self, data_parallel: int) -> int:
+        """Micro-batches per rank and step.
+
+        Raises:
+            ConfigError: the batch does not divide, or an interleaved pipeline cannot take that many.
+        """
+        parallel, number = self.parallel, self.training.accumulation(data_parallel)
+        if parallel.virtual_pipeline > 1 and number % parallel.pipeline:
+            raise ConfigError(
+                f"virtual_pipeline needs micro-batches per step ({number}) in a multiple of pipeline "
+                f"{parallel.pipeline}; change global_batch or micro_batch"
+            )
+        return number
+
+    def for_inference(self, tensor: int = 1, asked_by: str = "--tensor-parallel") -> LMStage:
         """The same model as evaluation and generation hold it: whole, or split over ``tensor`` ranks.
 
         Raises:
             ConfigError: the model's shape does not split so.
         """
         parallel = ParallelConfig(tensor=tensor, pipeline_layout="even")
-        return checked(LMStage, {**self.model_dump(), "parallel": parallel}, f"--tensor-parallel {tensor}")
+        return checked(LMStage, {**self.model_dump(), "parallel": parallel}, f"{asked_by} {tensor}")
 
     @property
     def num_blocks(self) -> int:

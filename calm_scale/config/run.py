@@ -58,6 +58,8 @@ class RunConfig(Section):
             if softmax and self.lm.input_mode != "discrete":
                 raise ValueError("lm.head.kind softmax reads tokens: lm.input_mode must be discrete")
             self._divides_sequence("lm.backbone.positions", self.lm.backbone.positions)
+            if self.evaluation.tensor_parallel > 1:
+                self.lm.for_inference(self.evaluation.tensor_parallel, "evaluation.tensor_parallel")
         if self.autoencoder is not None:
             self._divides_sequence("autoencoder.patches", self.autoencoder.patches)
         return self

@@ -38,7 +38,7 @@ def energy_score(
         samples: model samples ẑ [B, p, N, l]; N ≥ 2. Any float type; the arithmetic is fp32 (fp64 for fp64).
         mean, log_std: the posterior of the next patch, [B, p, l].
         noise: keyed noise of these B·p positions; its ``posterior/*`` streams are used.
-        num_posterior: M. alpha: exponent, 0 < α < 2.
+        num_posterior: M. alpha: exponent, 0 < α ≤ 2; strictly proper below 2, blind to everything but the mean at 2.
         backend: ``auto`` takes Triton on CUDA (not for fp64) and torch elsewhere. Their posterior draws differ.
 
     Returns:
@@ -182,10 +182,8 @@ def _check(
     num_posterior: int,
     alpha: float,
 ) -> None:
-    if not 0 < alpha < 2:
-        raise ValueError(
-            f"alpha {alpha} is outside 0 < alpha < 2, where the energy distance is strictly proper"
-        )
+    if not 0 < alpha <= 2:
+        raise ValueError(f"alpha {alpha} is outside 0 < alpha <= 2, where the energy score is proper")
     if num_posterior < 1:
         raise ValueError(f"num_posterior must be at least 1, got {num_posterior}")
     if samples.dim() != 4 or samples.shape[2] < 2:

@@ -13,7 +13,7 @@ from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.world import World, init_world
 from calm_scale.stages.launch import autoencoder_section
 from calm_scale.stages.readiness import make_ready
-from calm_scale.stages.splits import open_if_prepared, open_split
+from calm_scale.stages.splits import open_if_prepared, open_training_split
 from calm_scale.stages.training import run_loop
 from calm_scale.training.loop import Outcome
 from data_prep.reading import ShardDataset
@@ -27,7 +27,7 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
     stop = StopSignals().install()
     stage = autoencoder_section(config)
     tokens_per_sample = stage.patches * config.patch_size
-    train = open_split(config, stage.split, tokens_per_sample)
+    train = open_training_split(config, stage.split, tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
     world = init_world()
     try:

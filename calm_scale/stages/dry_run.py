@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from calm_scale.accounting import hardware, memory, saves
 from calm_scale.accounting.costs import run_totals
 from calm_scale.accounting.duration import training_time
 from calm_scale.accounting.layout import balance
 from calm_scale.accounting.report.document import bytes_text, flops_text
-from calm_scale.config import RunConfig
+from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.config.training import TrainingConfig
 from calm_scale.config.wording import counted
+from calm_scale.stages.before_start import problems
 from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, lm_section
-from calm_scale.stages.splits import open_split
+from calm_scale.stages.splits import open_training_split
 from data_prep.manifest import MANIFEST_NAME
 
 
-def dry_run(config: RunConfig, stage: Stage, num_ranks: int | None = None) -> int:
-    """Check the configuration (and the data where it is prepared) and print the plan of one stage."""
-    Console().print(stage_plan(config, stage, num_ranks or default_ranks(config, stage), chip=None))
+def dry_run(config: RunConfig, stage: Stage, num_ranks: int | None = None, notes: Sequence[str] = ()) -> int:
+    """Check the configuration (and what of its inputs is there) and print the plan of one stage, then ``notes``.
+
+    Raises:
+        ConfigError: the stage would be refused.
+    """
+    console = Console()
+    plan = stage_plan(config, stage, num_ranks or default_ranks(config, stage), chip=None)
+    if found := problems(config, (stage,)):
+        raise ConfigError("\n".join(found))
+    console.print(plan)
+    print_notes(console, notes)
     return EXIT_OK
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """What is noteworthy, one line each."""
+    for note in notes:
+        console.print(Text(note, style="yellow"), soft_wrap=True)
 
 
 def stage_plan(
@@ -87,7 +104,7 @@ def _language_model(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
     stage = lm_section(config)
     parallel = stage.parallel
     data = parallel.data_parallel(ranks)
-    micro_batches = stage.training.accumulation(data)
+    micro_batches = stage.micro_batches(data)
     stages = memory.language_model(config, data)
     fullest = memory.fullest(stages)
     return [
@@ -121,7 +138,7 @@ def _work(
         ("tokens", f"{needed * tokens_per_sample:,}"),
     ]
     if (config.data_dir / split / MANIFEST_NAME).is_file():
-        dataset = open_split(config, split, tokens_per_sample)
+        dataset = open_training_split(config, split, tokens_per_sample)
         epochs = needed / max(len(dataset), 1)
         rows.append(("data", f"{len(dataset) * tokens_per_sample:,} tokens prepared: {epochs:.2f} epochs"))
     else:

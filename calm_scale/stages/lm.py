@@ -10,14 +10,14 @@ from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.readiness import make_ready
-from calm_scale.stages.splits import open_if_prepared, open_split
+from calm_scale.stages.splits import open_if_prepared, open_training_split
 from calm_scale.stages.training import run_loop
 from data_prep.reading import ShardDataset
 
 if TYPE_CHECKING:
     import torch
 
-    from calm_scale.autoencoder.export import ExportCard
+    from calm_scale.autoencoder.card import ExportCard
     from calm_scale.autoencoder.model import Autoencoder
 
 
@@ -26,7 +26,7 @@ def train_lm(config: RunConfig, accept: Sequence[str] = ()) -> int:
     stop = StopSignals().install()
     stage = lm_section(config)
     tokens_per_sample = stage.backbone.positions * config.patch_size
-    train = open_split(config, "train", tokens_per_sample)
+    train = open_training_split(config, "train", tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
     world = init_world()
     try:
@@ -78,14 +78,7 @@ def frozen_autoencoder(
 
     folder = config.autoencoder_export
     model, card = load_export(folder, device=device)
-    facts: list[tuple[str, object, object]] = [
-        ("patch_size", card.patch_size, config.patch_size),
-        ("vocab_size", card.vocab_size, config.vocab_size),
-        ("latent_size", card.latent_size, config.latent_size),
-    ]
-    if data is not None and card.tokenizer_fingerprint is not None:
-        facts.append(("tokenizer", card.tokenizer_fingerprint, data.manifest.tokenizer_fingerprint))
-    wrong = [f"{name} is {theirs}, the run has {ours}" for name, theirs, ours in facts if theirs != ours]
+    wrong = card.misfits(config, data.manifest.tokenizer_fingerprint if data is not None else None)
     if wrong:
         raise ConfigError(f"{folder}: this autoencoder does not fit the run: " + "; ".join(wrong))
     return model, card

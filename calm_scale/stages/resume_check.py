@@ -13,21 +13,21 @@ from calm_scale.checkpoint.diff import WORDS, resume_diff
 from calm_scale.checkpoint.inventory import inventory
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
-
-STAGES = ("autoencoder", "lm")
+from calm_scale.config.notes import TRAINED
+from calm_scale.stages.before_start import fingerprints
 
 
 def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> int:
     """Print the field-by-field answer for every stage that has a checkpoint; 0 when all of them may resume."""
     cards = {
-        stage: card for stage in STAGES if (card := _newest_card(run / stage / "checkpoints")) is not None
+        stage: card for stage in TRAINED if (card := _newest_card(run / stage / "checkpoints")) is not None
     }
     if not cards:
         raise ConfigError(f"{run}: holds no complete checkpoint of the autoencoder or the language model")
     refused = False
     console = Console()
     for stage, card in cards.items():
-        diff = resume_diff(card, config.model_dump(mode="json"), stage)
+        diff = resume_diff(card, config.model_dump(mode="json"), stage, fingerprints(config, stage))
         stands = diff.refused(accept)
         refused = refused or bool(stands)
         table = Table(

@@ -141,8 +141,8 @@ def _tokens(
     available, how = 0.0, ""
     if manifest.is_file():
         available, how = float(Manifest.read(config.data_dir / split).tokens.stored), "prepared"
-    elif text is not None:
-        available, how = text.tokens * _share(config, split), f"about, of split {split}"
+    elif text is not None and config.prep is not None:
+        available, how = text.tokens * config.prep.splits.share(split), f"about, of split {split}"
     if not available:
         return f"tokens of {stage}", f"{needed:,} needed; how many there are is not known yet"
     epochs = needed / available
@@ -153,17 +153,6 @@ def _tokens(
         f"tokens of {stage}",
         f"{needed:,} needed, {available:,.0f} available ({how}): {epochs:.2f} epochs{warning}",
     )
-
-
-def _share(config: RunConfig, split: str) -> float:
-    splits = config.prep.splits if config.prep is not None else None
-    if splits is None:
-        return 0.0
-    return {
-        "heldout": splits.heldout,
-        "autoencoder": splits.autoencoder,
-        "train": 1 - splits.heldout - splits.autoencoder,
-    }[split]
 
 
 def _hours(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from calm_scale.config import ConfigError, RunConfig
-from data_prep.manifest import MANIFEST_NAME
+from data_prep.manifest import MANIFEST_NAME, Manifest
 from data_prep.reading import ShardDataset
 
 
@@ -34,6 +34,40 @@ def open_split(
             "does not divide that; prepare the data with another prep.alignment"
         )
     return dataset
+
+
+def open_training_split(config: RunConfig, split: str, tokens_per_sample: int) -> ShardDataset:
+    """The samples that a stage trains on.
+
+    Raises:
+        ConfigError: as ``open_split``, or the run's own data was prepared otherwise than the document says.
+        ShardError: a shard is missing or changed, or the split holds not even one sample.
+    """
+    dataset = open_split(config, split, tokens_per_sample)
+    dataset.refuse_none()
+    other = prepared_otherwise(config, dataset.manifest)
+    if other and config.data is None:
+        raise ConfigError(
+            f"{dataset.split_dir}: {'; '.join(other)}; take the document's value back, prepare again with "
+            "`calm-scale prep --restart`, or name data that was prepared elsewhere in `data`"
+        )
+    return dataset
+
+
+def prepared_otherwise(config: RunConfig, manifest: Manifest) -> list[str]:
+    """Settings of prep and tokenizer under which the document would have made other shards than the manifest's."""
+    prep = config.prep
+    if prep is None:
+        return []
+    pairs: list[tuple[str, object, object]] = [
+        ("prep.sequence_length", prep.sequence_length, manifest.sequence_length),
+        ("prep.alignment", prep.alignment, manifest.alignment),
+        ("prep.packing", prep.packing, manifest.packing),
+        ("prep.dtype", manifest.dtype if prep.dtype == "auto" else prep.dtype, manifest.dtype),
+        ("tokenizer.add_bos", config.tokenizer.add_bos, manifest.add_bos),
+        ("tokenizer.add_eos", config.tokenizer.add_eos, manifest.add_eos),
+    ]
+    return [f"{key} is {ours}, the shards have {theirs}" for key, ours, theirs in pairs if ours != theirs]
 
 
 def open_if_prepared(config: RunConfig, split: str, tokens_per_sample: int) -> ShardDataset | None:

@@ -13,8 +13,10 @@ from calm_scale.accounting import hardware
 from calm_scale.config import ConfigError, RunConfig, load_as
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
+from calm_scale.config.notes import notes as config_notes
+from calm_scale.stages.before_start import problems
 from calm_scale.stages.disk_needs import disk_needs, lack_of_space
-from calm_scale.stages.dry_run import stage_plan
+from calm_scale.stages.dry_run import print_notes, stage_plan
 from calm_scale.stages.run_folder import runs_in
 from calm_scale.stages.run_plan import lack_of_tokenizer, look_at_text, run_plan
 from calm_scale.stages.sweep import Sweep
@@ -23,21 +25,26 @@ from launchers.slurm.layout import Stage, StageShape, common_shape, stages_of
 from launchers.slurm.submit import StageJob, Submission, submit, submit_sweep
 
 
-def submit_run(config: RunConfig, config_path: Path, cluster_path: Path, *, dry_run: bool) -> int:
-    """Write the job scripts, print what they ask for, and queue what is missing unless ``dry_run``."""
+def submit_run(
+    config: RunConfig, config_path: Path, cluster_path: Path, *, dry_run: bool, notes: Sequence[str] = ()
+) -> int:
+    """Write the job scripts, print what they ask for and ``notes``, and queue what is missing unless ``dry_run``."""
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
-    problems = _plan(console, config, stages_of(config), cluster, dry_run)
+    refusals = _plan(console, config, stages_of(config), cluster, dry_run)
     submission = submit(config, cluster, config_path, dry_run=dry_run)
     _show(console, submission, config, cluster)
-    return _end(console, config.workdir, dry_run, problems)
+    print_notes(console, notes)
+    return _end(console, config.workdir, dry_run, refusals)
 
 
-def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry_run: bool) -> int:
+def submit_the_sweep(
+    sweep: Sweep, config_path: Path, cluster_path: Path, *, dry_run: bool, notes: Sequence[str] = ()
+) -> int:
     """The same for a sweep: what its runs share as jobs of the base run, the rest as job arrays, a task a run."""
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
-    problems = _plan(console, sweep.base, sweep.shared, cluster, dry_run, sweep)
+    refusals = _plan(console, sweep.base, sweep.shared, cluster, dry_run, sweep)
     last = None
     if sweep.shared:
         base = submit(sweep.base, cluster, config_path, dry_run=dry_run, stages=sweep.shared)
@@ -54,7 +61,10 @@ def submit_the_sweep(sweep: Sweep, config_path: Path, cluster_path: Path, *, dry
     for index, run in enumerate(sweep.runs):
         table.add_row(str(index), run.name, str(run.workdir))
     console.print(table)
-    return _end(console, sweep.folder, dry_run, problems)
+    print_notes(
+        console, [*notes, *dict.fromkeys(f"note: {n}" for run in sweep.runs for n in config_notes(run))]
+    )
+    return _end(console, sweep.folder, dry_run, refusals)
 
 
 def _plan(
@@ -83,11 +93,14 @@ def _plan(
         shapes |= _shapes(sweep.runs, sweep.own, cluster)
     num_runs = len(sweep.runs) if sweep is not None else 1
     console.print(run_plan(config, shapes, text, needs, chip, num_runs, _no_device(cluster)))
-    problems = [lack_of_space(needs), lack_of_tokenizer(config, text) if "prep" in shapes else ""]
-    problems = [problem for problem in problems if problem]
-    if problems and not dry_run:
-        raise ConfigError("\n".join(problems))
-    return problems
+    refusals = [lack_of_space(needs), lack_of_tokenizer(config, text) if "prep" in shapes else ""]
+    refusals += problems(config, stages)
+    if sweep is not None:
+        refusals += [line for run in sweep.runs for line in problems(run, sweep.own)]
+    refusals = list(dict.fromkeys(refusal for refusal in refusals if refusal))
+    if refusals and not dry_run:
+        raise ConfigError("\n".join(refusals))
+    return refusals
 
 
 def _shapes(
@@ -131,15 +144,15 @@ def _show(console: Console, submission: Submission, config: RunConfig, cluster: 
     console.print(f"scripts: {submission.folder}", soft_wrap=True, highlight=False)
 
 
-def _end(console: Console, folder: Path, dry_run: bool, problems: Sequence[str]) -> int:
+def _end(console: Console, folder: Path, dry_run: bool, refusals: Sequence[str]) -> int:
     """What to do next; of a dry run, at the very end, why the submission would be refused."""
     if not dry_run:
         console.print(f"follow it with: calm-scale status {folder}", soft_wrap=True, highlight=False)
         return EXIT_OK
     console.print("dry run: nothing was queued")
-    for problem in problems:
-        console.print(Text(f"would be refused: {problem}", style="red"), soft_wrap=True)
-    return EXIT_USAGE if problems else EXIT_OK
+    for refusal in refusals:
+        console.print(Text(f"would be refused: {refusal}", style="red"), soft_wrap=True)
+    return EXIT_USAGE if refusals else EXIT_OK
 
 
 def cancel_run(run: Path) -> int:

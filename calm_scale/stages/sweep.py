@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calm_scale.config import ConfigError, RunConfig, load
+from calm_scale.config.notes import step_notes
 from launchers.slurm.layout import STAGES, Stage, stages_of
 
 MOST_RUNS = 1000
@@ -76,6 +77,7 @@ def plan_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> S
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"--sweep: values that look the same in a name: {', '.join(twice)}")
     _refuse_equal(runs)
+    _refuse_other_steps(runs)
     return Sweep(base, tuple(runs), shared, own)
 
 
@@ -87,6 +89,16 @@ def _refuse_equal(runs: Sequence[RunConfig]) -> None:
         if meaning in seen:
             raise ConfigError(f"--sweep: {seen[meaning]} and {run.name} are the same run twice")
         seen[meaning] = run.name
+
+
+def _refuse_other_steps(runs: Sequence[RunConfig]) -> None:
+    """A step is counted in sequences: other patches or positions would train each run on another number of tokens."""
+    for run in runs[1:]:
+        if lines := step_notes(runs[0], run):
+            raise ConfigError(
+                f"--sweep: {run.name} would not train on as many tokens as {runs[0].name}: {'; '.join(lines)}. "
+                "Submit a document for each value, with a global_batch of its own (configs/lm/calm-l-k1.yaml, k2, k8)"
+            )
 
 
 def _axis(text: str) -> tuple[str, list[str]]:

@@ -9,6 +9,7 @@ from calm_scale.accounting import hardware, saves
 from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import RunConfig
+from calm_scale.config.notes import notes
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
@@ -67,7 +68,8 @@ def run_loop(
         telemetry = Telemetry(
             folder, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
         )
-        _warn_of_warmup(training, stage, telemetry)
+        for note in notes(config, stage):
+            telemetry.warn(note)
         telemetry.say(f"saves {interval}")
         store = CheckpointStore(
             folder / "checkpoints", world, training.checkpoint, run_id=attempt.run_id, say=telemetry.say
@@ -93,12 +95,3 @@ def _with_save_interval(config: RunConfig, stage: Stage, world: World) -> tuple[
     ranks, nodes = world.world_size, environment.facts().num_nodes
     text = saves.interval_text(config, stage, ranks=ranks, nodes=nodes, chip=chip)
     return saves.with_interval(config, stage, ranks=ranks, nodes=nodes, chip=chip), text
-
-
-def _warn_of_warmup(training: TrainingConfig, stage: Stage, telemetry: Telemetry) -> None:
-    warmup = training.optimizer.schedule.warmup_steps
-    if warmup >= training.steps:
-        telemetry.warn(
-            f"the learning rate warms up over {warmup} steps, but the run has {training.steps}: it never reaches "
-            f"{training.optimizer.lr}; set {stage}.training.optimizer.schedule.warmup_steps"
-        )

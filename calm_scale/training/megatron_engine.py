@@ -252,15 +252,9 @@ def _check(run: RunConfig, layout: Layout, codec: LatentCodec | None) -> None:
     """Refuse at start what would fail or hang later."""
     stage = language_model_stage(run)
     try:
-        num_micro_batches = stage.training.accumulation(layout.data_size)
+        stage.micro_batches(layout.data_size)
     except ValueError as error:
-        raise ConfigError(f"lm.training: {error}") from None
-    parallel = stage.parallel
-    if parallel.virtual_pipeline > 1 and num_micro_batches % parallel.pipeline:
-        raise ConfigError(
-            f"lm.parallel.virtual_pipeline needs a number of micro-batches per step ({num_micro_batches}) that is a "
-            f"multiple of the {parallel.pipeline} pipeline stages: change lm.training.global_batch or micro_batch"
-        )
+        raise ConfigError(f"lm: {error}") from None
     if codec is None and stage.head.kind != "softmax":
         raise ConfigError(
             f"lm.head.kind {stage.head.kind} is trained against a frozen autoencoder: none was given"

@@ -38,7 +38,9 @@ def resume(
             f"asked for a fresh start, but {store.root} holds {found.path.name}. Move the folder away, or resume"
         )
     diff = store.world.broadcast_object(  # one verdict: another node may not see the same tokenizer file
-        resume_diff(found.card, identity.config, identity.stage, identity) if store.world.is_first else None
+        resume_diff(found.card, identity.config, identity.stage, identity.fingerprints)
+        if store.world.is_first
+        else None
     )
     for change in diff.of("safe"):
         say(f"resuming with a changed field: {change}")

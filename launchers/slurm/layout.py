@@ -160,26 +160,21 @@ def _placed(
 
 
 def _check_layout(config: RunConfig, stage: Stage, world: int) -> None:
-    if stage == "autoencoder":
-        training = config.autoencoder.training if config.autoencoder else None
-        data = world
-    else:
-        lm = config.lm
-        if lm is None:
-            return
-        replica = lm.parallel.model_parallel
-        if world % replica:
-            low = max(1, world // replica) * replica
-            raise ConfigError(
-                f"lm: {world} ranks do not hold whole replicas of tensor {lm.parallel.tensor} × pipeline "
-                f"{lm.parallel.pipeline} = {replica}; the nearest world sizes are {low} and {low + replica}"
-            )
-        training, data = lm.training, world // replica
-    if training is not None:
-        try:
-            training.accumulation(data)
-        except ValueError as error:
-            raise ConfigError(f"{stage}: {error}") from None
+    lm = config.lm
+    replica = lm.parallel.model_parallel if stage == "lm" and lm is not None else 1
+    if lm is not None and world % replica:
+        low = max(1, world // replica) * replica
+        raise ConfigError(
+            f"lm: {world} ranks do not hold whole replicas of tensor {lm.parallel.tensor} × pipeline "
+            f"{lm.parallel.pipeline} = {replica}; the nearest world sizes are {low} and {low + replica}"
+        )
+    try:
+        if stage == "lm" and lm is not None:
+            lm.micro_batches(world // replica)
+        elif stage == "autoencoder" and config.autoencoder is not None:
+            config.autoencoder.training.accumulation(world)
+    except ValueError as error:
+        raise ConfigError(f"{stage}: {error}") from None
 
 
 def common_shape(configs: Sequence[RunConfig], cluster: ClusterConfig, stage: Stage) -> StageShape:

@@ -102,7 +102,7 @@ def test_the_other_stage_is_judged_by_its_fingerprint(card: Card) -> None:
     identity = Identity.model_validate(
         {name: getattr(card, name) for name in Identity.model_fields} | {"autoencoder_fingerprint": "new"}
     )
-    diff = resume_diff(card, document(), "lm", identity)
+    diff = resume_diff(card, document(), "lm", identity.fingerprints)
     assert [(c.field, c.verdict) for c in diff.changes] == [("autoencoder_fingerprint", "forbidden")]
 
 

@@ -164,7 +164,7 @@ def test_overrides_win_and_are_named_in_errors(tmp_path: Path) -> None:
         ("lm.training={micro_batch: 3}", "not a multiple of micro_batch 3"),
         ("lm.head={kind: softmax}", "patch_size must be 1"),
         ("lm.head={kind: energy, num_samples: 1}", "greater than or equal to 2"),
-        ("lm.head={kind: energy, alpha: 2}", "less than 2"),
+        ("lm.head={kind: energy, alpha: 2.1}", "less than or equal to 2"),
         ("lm.head={kind: energy, alpha: 0}", "greater than 0"),
         (
             "prep={sources: [{paths: [a]}], alignment: 3, sequence_length: 96}",

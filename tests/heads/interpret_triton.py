@@ -85,7 +85,7 @@ def _a_bad_sample_is_not_hidden():
 
 
 if __name__ == "__main__":
-    for alpha in (0.5, 0.75, 1.0, 1.5, 1.75):
+    for alpha in (0.5, 0.75, 1.0, 1.5, 1.75, 2.0):
         _compare(4, 6, 8, alpha)
         _coincident_with_everything_is_finite(alpha)
     _compare(3, 5, 6, 1.0)  # neither N, M nor l a power of two

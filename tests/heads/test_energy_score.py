@@ -8,7 +8,7 @@ import torch
 from calm_scale.lm.energy_score import DRAWS, energy_score
 from calm_scale.runtime.noise import PositionNoise
 
-ALPHAS = [0.5, 0.75, 1.0, 1.5, 1.75]
+ALPHAS = [0.5, 0.75, 1.0, 1.5, 1.75, 2.0]
 
 
 def _noise(batch, positions):
@@ -167,10 +167,29 @@ def test_the_true_law_has_the_lowest_loss(alpha):
         assert score(scale, shift) > best + 0.005
 
 
+def test_at_alpha_2_only_the_mean_of_the_samples_counts():
+    """Proper, not strictly: any spread around the right mean scores alike, a wrong mean worse."""
+    batch, positions, size = 8, 512, 3
+    noise = _noise(batch, positions)
+    mean = torch.zeros(batch, positions, size)
+    log_std = torch.full((batch, positions, size), -0.5)
+    eps = noise.normal("model", 4, size)
+
+    def score(scale, shift):
+        samples = shift + scale * log_std.exp()[:, :, None] * eps
+        return energy_score(samples, mean, log_std, noise, num_posterior=16, alpha=2.0).mean().item()
+
+    best = score(1.0, 0.0)
+    assert score(0.0, 0.0) == pytest.approx(best, abs=0.03)
+    assert score(1.6, 0.0) == pytest.approx(best, abs=0.06)
+    assert score(1.0, 0.4) > best + 0.5
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"alpha": 2.0}, "0 < alpha < 2"),
+        ({"alpha": 2.01}, "0 < alpha <= 2"),
+        ({"alpha": 0.0}, "0 < alpha <= 2"),
         ({"num_posterior": 0}, "at least 1"),
         ({"samples": torch.zeros(2, 19, 1, 6)}, "N >= 2"),
         ({"mean": torch.zeros(2, 19, 5)}, "must both be"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_a_grid_shares_what_it_does_not_change(base: Path) -> None:
 def test_the_first_stage_that_changes_begins_each_runs_own(base: Path) -> None:
     by_key = {
         "autoencoder.training.steps=5,6": ("prep",),
-        "patch_size=2,4": ("prep",),
+        "autoencoder.objective.kl_floor=0,0.5": ("prep",),
         "prep.packing=concat,aligned": (),
         "lm.training.steps=5,6": ("prep", "autoencoder"),
     }
@@ -104,6 +105,18 @@ def test_a_value_may_hold_commas_in_braces(base: Path) -> None:
         base, [], ["lm.head={kind: energy, num_samples: 2},{kind: energy, num_samples: 4}"]
     ).runs
     assert [run.lm.head.num_samples for run in runs] == [2, 4]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("key", ["patch_size=2,4", "lm.backbone.positions=4,8", "autoencoder.patches=4,8"])
+def test_a_sweep_that_changes_the_tokens_of_a_step_is_refused_with_advice(base: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=r"a step has .* tokens instead of .*; 2 keeps .*calm-l-k1\.yaml"):
+        plan_sweep(base, [], [key])
+    sizes = "lm.training.global_batch=4,8"
+    assert len(plan_sweep(base, [], [sizes]).runs) == 2, "a sweep of the batch itself means it"
+    name, values = key.split("=")
+    output = submit(base, "--set", f"{name}={values.split(',')[1]}", "--dry-run")
+    assert re.search(r"note: .*global_batch counts sequences: a step has", output)
+    assert "counts sequences" not in submit(base, "--set", sizes.split(",", maxsplit=1)[0], "--dry-run")
 
 
 def test_a_dry_run_shows_every_task_and_queues_nothing(base: Path) -> None:

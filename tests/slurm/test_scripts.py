@@ -164,7 +164,7 @@ def test_an_evaluation_gets_the_ranks_of_whole_models(profile: Profile, make_run
     assert shape(2, 8) == (1, 8, 8)
     with pytest.raises(ConfigError, match=r"tasks_per_node of .* to a multiple of 4"):
         shape(4, 6)
-    with pytest.raises(ConfigError, match="num_heads 8 is not divisible"):
+    with pytest.raises(ValueError, match=r"evaluation.tensor_parallel 3: .*num_heads 8 is not divisible"):
         shape(3, None)
 
 

@@ -1,0 +1,142 @@
+"""What a node would find in its first minute, found before: in the document and in what lies on the disk. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from calm_scale.autoencoder.card import CARD_FILE, read_card
+from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
+from calm_scale.config.notes import Trained, notes, step_notes
+from calm_scale.stages.splits import open_training_split, prepared_otherwise
+from data_prep.manifest import MANIFEST_NAME, Manifest
+from launchers.slurm.layout import Stage, stages_of
+
+
+def all_notes(
+    config: RunConfig, path: Path, overrides: Sequence[str] = (), stage: Trained | None = None
+) -> list[str]:
+    """What is noteworthy of the document, of what ``overrides`` make of the file it comes from, and of its data."""
+    lines = notes(config, stage)
+    if overrides:
+        with contextlib.suppress(ConfigError):  # the file alone is no run: nothing to compare with
+            lines += step_notes(load(path), config)
+    if config.data is not None:
+        seen = {split: manifest_of(config, split) for split in _trained_on(config)}
+        for split, manifest in seen.items():
+            other = prepared_otherwise(config, manifest) if manifest is not None else []
+            lines += [f"{config.data / split}: {text}" for text in other]
+    if stage is None and config.lm is not None:
+        split = config.evaluation.split
+        lines += [
+            f"{line} or `eval` will fail"
+            for line in _made_by_prep(config, split, f"evaluation.split is {split}")
+        ]
+    return [f"note: {line}" for line in lines]
+
+
+def problems(config: RunConfig, stages: Sequence[Stage] | None = None) -> list[str]:
+    """Why these stages (None: all of the run's) would be refused, as far as it can be told from here.
+
+    What is not there yet (data before prep, an autoencoder before its training) is no problem.
+    """
+    chain = stages_of(config) if stages is None else stages
+    found = []
+    for stage in chain:
+        if stage not in _CHECKS:  # an evaluation asks of the training before it
+            continue
+        try:
+            for line in _CHECKS[stage](config, chain):
+                found.append(line)
+        except (CalmScaleError, OSError) as error:
+            found.append(str(error))
+    return found
+
+
+def fingerprints(config: RunConfig, stage: Trained) -> dict[str, str | None]:
+    """``Identity.fingerprints`` of a training stage, those that are seen from here."""
+    seen: dict[str, str | None] = {}
+    if (manifest := manifest_of(config, split_of(config, stage))) is not None:
+        seen["tokenizer_fingerprint"] = manifest.tokenizer_fingerprint
+        seen["shards_fingerprint"] = manifest.fingerprint
+    if stage == "autoencoder" or (config.lm is not None and config.lm.head.kind == "softmax"):
+        seen["autoencoder_fingerprint"] = None
+    elif (config.autoencoder_export / CARD_FILE).is_file():
+        seen["autoencoder_fingerprint"] = read_card(config.autoencoder_export).fingerprint
+    return seen
+
+
+def manifest_of(config: RunConfig, split: str) -> Manifest | None:
+    """The manifest of a prepared split; None where there is none."""
+    folder = config.data_dir / split
+    return Manifest.read(folder) if (folder / MANIFEST_NAME).is_file() else None
+
+
+def split_of(config: RunConfig, stage: Trained) -> str:
+    """The split that a stage trains on."""
+    return config.autoencoder.split if stage == "autoencoder" and config.autoencoder is not None else "train"
+
+
+def _trained_on(config: RunConfig) -> list[str]:
+    trained: tuple[Trained, ...] = ("autoencoder", "lm")
+    return sorted({split_of(config, stage) for stage in trained if stage in stages_of(config)})
+
+
+def _prep(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
+    from data_prep.plan import check_tokenizer
+    from data_prep.tokenizer import load_tokenizer
+
+    if (
+        config.prep is None
+        or any(config.data_dir.glob(f"*/{MANIFEST_NAME}"))
+        or not config.tokenizer_path.exists()
+    ):
+        return
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path, verified=True)
+    check_tokenizer(config.prep, config.vocab_size, tokenizer)
+    yield from ()
+
+
+def _autoencoder(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
+    if config.autoencoder is not None:
+        split = config.autoencoder.split
+        yield from _split(config, split, config.autoencoder.patches, f"autoencoder.split is {split}")
+
+
+def _lm(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
+    if config.lm is None:
+        return
+    yield from _split(config, "train", config.lm.backbone.positions, "the language model trains on train")
+    if config.lm.head.kind == "softmax" or "autoencoder" in chain:
+        return
+    if (config.autoencoder_export / CARD_FILE).is_file():
+        manifest = manifest_of(config, "train")
+        card = read_card(config.autoencoder_export)
+        yield from (
+            f"{config.autoencoder_export}: this autoencoder does not fit the run: {text}"
+            for text in card.misfits(config, manifest.tokenizer_fingerprint if manifest else None)
+        )
+
+
+_CHECKS: dict[str, Callable[[RunConfig, Sequence[Stage]], Iterator[str]]] = {
+    "prep": _prep,
+    "autoencoder": _autoencoder,
+    "lm": _lm,
+}
+
+
+def _split(config: RunConfig, split: str, patches: int, who: str) -> Iterator[str]:
+    if (config.data_dir / split / MANIFEST_NAME).is_file():
+        open_training_split(config, split, patches * config.patch_size)
+    else:
+        yield from _made_by_prep(config, split, who)
+
+
+def _made_by_prep(config: RunConfig, split: str, who: str) -> Iterator[str]:
+    """A split that is not there and that the run's own prep will not make."""
+    if config.prep is None or config.data is not None or (config.data_dir / split / MANIFEST_NAME).is_file():
+        return
+    if config.prep.splits.share(split) <= 0:
+        remedy = "lower prep.splits.heldout" if split == "train" else f"set prep.splits.{split}"
+        yield f"{who}, but prep.splits gives {split} no share of the documents; {remedy}"
