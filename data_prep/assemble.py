@@ -24,6 +24,9 @@ from data_prep.record import SegmentRecord, SplitOutput
 from data_prep.report import QUARANTINE_NAME, PrepReport, summarise
 from data_prep.tails import JoinedTail, join_tails, refuse_starved
 from data_prep.tokenizer import Tokenizer
+from data_prep.usable import SourceCounts, count_inputs, count_sources, find_unusable, refuse_unusable
+
+_NAMED_INPUTS = 5
 
 
 @dataclass
@@ -37,6 +40,8 @@ class Totals:
     quarantined: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     corrupt: dict[str, str] = field(default_factory=dict)
+    sources: list[SourceCounts] = field(default_factory=list)
+    unusable: dict[str, str] = field(default_factory=dict)
 
     @property
     def bad(self) -> int:
@@ -73,6 +78,9 @@ def collect(plan: Plan, journal: Journal) -> tuple[list[SegmentRecord], Totals]:
         totals.text_bytes += record.text_bytes
         totals.quarantined.update(record.quarantined)
         totals.notes.update(record.notes)
+    inputs = count_inputs(plan, records)
+    totals.sources = count_sources(plan, inputs)
+    totals.unusable = find_unusable(plan, inputs, totals.sources)
     return records, totals
 
 
@@ -106,19 +114,12 @@ def write_rejected(plan: Plan, journal: Journal, records: list[SegmentRecord], t
     return target
 
 
-def _hint(plan: Plan, totals: Totals) -> str:
-    """What to set when the texts are most likely in another field than the one looked into."""
-    if 2 * totals.quarantined.get("missing_text", 0) <= totals.read:
-        return ""
-    fields = ", ".join(sorted({source.text_field for source in plan.prep.sources}))
-    return f". Most records have no field `{fields}`: set prep.sources[…].text_field to the one that holds the text"
-
-
 def check_limit(plan: Plan, totals: Totals, rejected: Path | None) -> None:
     """End the run when too much was bad, or nothing was good.
 
     Raises:
         PrepError: says how much, of what kinds, and where the records are.
+        PrepMistakeError: a source or an input has no usable record and ``prep.on_unusable_input`` is stop.
     """
     where = f"; every one is in {rejected} with its file and line" if rejected else ""
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(totals.quarantined.items()))
@@ -126,7 +127,7 @@ def check_limit(plan: Plan, totals: Totals, rejected: Path | None) -> None:
         gone = "; ".join(totals.corrupt.values())
         raise PrepError(
             f"no document is left of {totals.read} records read ({kinds or gone or 'all filtered out or none there'})"
-            f"{where}{_hint(plan, totals)}"
+            f"{where}{_list_unusable(totals)}"
         )
     considered = totals.kept + totals.bad + totals.duplicates + totals.filtered
     share = totals.bad / considered
@@ -134,8 +135,14 @@ def check_limit(plan: Plan, totals: Totals, rejected: Path | None) -> None:
         raise PrepError(
             f"{totals.bad} of {considered} records are bad ({share:.3%} > prep.max_bad_fraction "
             f"{plan.prep.max_bad_fraction:.3%}): {kinds}{where}. Repair the input, or raise the limit and rerun "
-            "(finished work is kept)"
+            f"(finished work is kept){_list_unusable(totals)}"
         )
+    refuse_unusable(plan, totals.unusable)
+
+
+def _list_unusable(totals: Totals) -> str:
+    """The first inputs without a usable record, one a line."""
+    return "".join(f"\n  {name}: {why}" for name, why in list(totals.unusable.items())[:_NAMED_INPUTS])
 
 
 def write_split(
@@ -208,6 +215,7 @@ def write_split(
             "inputs": [{"name": i.name, "bytes": i.size, "identity": i.identity} for i in plan.inputs],
             "tokenizer": plan.tokenizer_config.model_dump(mode="json", exclude={"encoder", "on_mismatch"}),
             "corrupt_inputs": totals.corrupt,
+            "unusable_inputs": totals.unusable,
             "share_of_documents": [split.low, split.high],
         },
     )
@@ -234,7 +242,7 @@ def _sources(plan: Plan, shards: list[ShardEntry]) -> list[SourceEntry]:
     for shard in shards:
         given[shard.source] += shard.num_sequences
     return [
-        SourceEntry(name=s.dataset or ", ".join(s.paths), weight=s.weight, num_sequences=given[number])
+        SourceEntry(name=s.label, weight=s.weight, num_sequences=given[number])
         for number, s in enumerate(plan.prep.sources)
     ]
 

@@ -248,6 +248,8 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
         encoder=tokenizer.encoder_name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         corrupt_inputs=totals.corrupt,
+        sources=totals.sources,
+        unusable_inputs=totals.unusable,
         notes=dict(sorted(totals.notes.items())),
         quarantine=rejected,
     )

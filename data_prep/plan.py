@@ -54,8 +54,13 @@ class Plan:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Every setting that decides the shards (not the workers, the limit on bad records, or the weights)."""
-        ignored: Any = {"workers": True, "max_bad_fraction": True, "sources": {"__all__": {"weight"}}}
+        """Every setting that decides the shards (not the workers, what is refused, or the weights)."""
+        ignored: Any = {
+            "workers": True,
+            "max_bad_fraction": True,
+            "on_unusable_input": True,
+            "sources": {"__all__": {"weight"}},
+        }
         return {
             "prep": self.prep.model_dump(mode="json", exclude=ignored),
             "inputs": [item.as_dict() for item in self.inputs],
@@ -89,9 +94,12 @@ class Plan:
         for number, source in enumerate(self.prep.sources):
             mine = [item for item in self.inputs if item.source == number]
             size, text = sum(i.size for i in mine), sum(i.text_bytes for i in mine)
-            name = source.dataset or ", ".join(source.paths)
             table.add_row(
-                name, f"{len(mine):,}", f"{size / 1e6:,.1f} MB", f"{text / 1e6:,.1f} MB", f"{source.weight:g}"
+                source.label,
+                f"{len(mine):,}",
+                f"{size / 1e6:,.1f} MB",
+                f"{text / 1e6:,.1f} MB",
+                f"{source.weight:g}",
             )
         console.print(table)
         seconds = self.text_bytes / (BYTES_PER_SECOND * self.prep.workers)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from calm_scale.config.files import write_atomically
 from data_prep.manifest import Manifest
+from data_prep.usable import SourceCounts
 
 REPORT_NAME = "manifest.json"
 QUARANTINE_NAME = "quarantine.jsonl"
@@ -56,6 +57,9 @@ class PrepReport(BaseModel):
     text_bytes: int
     tokenizer_fingerprint: str
     corrupt_inputs: dict[str, str] = {}
+    sources: list[SourceCounts] = []
+    unusable_inputs: dict[str, str] = {}
+    """Sources and inputs without a usable record, and why."""
     notes: dict[str, int] = {}
     data_dir: Path = Path()
     quarantine: Path | None = None
@@ -115,6 +119,7 @@ class PrepReport(BaseModel):
             console.print(f"  quarantined · {kind}: {count:,}")
         for name, why in self.corrupt_inputs.items():
             console.print(f"  left out · {name}: {why}")
+        self._show_sources(console)
         if self.notes.get("zstd_frames_without_checksum"):
             bare, frames = self.notes["zstd_frames_without_checksum"], self.notes["zstd_frames"]
             console.print(
@@ -122,6 +127,23 @@ class PrepReport(BaseModel):
             )
         if self.quarantine:
             console.print(f"  rejected records: {self.quarantine}")
+
+    def _show_sources(self, console: Console) -> None:
+        """One line a source where there are several, and one for each source or input without a usable record."""
+        for number, source in enumerate(self.sources if len(self.sources) > 1 else []):
+            console.print(
+                f"  source {number} · {source.name}: {source.read:,} records, {source.kept:,} kept, "
+                f"quarantined: {_list_kinds(source.quarantined)}"
+            )
+        for name, why in self.unusable_inputs.items():
+            console.print(f"  no usable record · {name}: {why}")
+        empty = sum(source.unusable for source in self.sources)
+        if empty:
+            console.print(f"  inputs without a usable record: {empty:,}")
+
+
+def _list_kinds(quarantined: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {count:,}" for kind, count in quarantined.items()) or "none"
 
 
 def summarise(manifest: Manifest) -> SplitSummary:

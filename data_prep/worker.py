@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from data_prep.documents import HARMLESS, Texts
 from data_prep.errors import PrepError
+from data_prep.inputs import Input
 from data_prep.journal import Journal
 from data_prep.plan import Plan
 from data_prep.sources import Reader
+from data_prep.usable import describe_records
 
 _PROGRESS_SECONDS = 0.5
 _CERTAIN = 1.5
@@ -118,24 +121,24 @@ class Worker:
                 if reader is None:
                     source = self._plan.prep.sources[described.source]
                     reader = Reader(described, source, self._plan.segment_bytes, segment)
-                outcome = self._task.carry_out(reader, item, segment, self._on_block)
+                outcome = self._task.carry_out(reader, item, segment, partial(self._on_block, described))
                 if outcome is None:
                     return
             if outcome is not None and outcome.last:
                 return
             segment += 1
 
-    def _on_block(self, texts: Texts, tokens: int) -> None:
+    def _on_block(self, item: Input, texts: Texts, tokens: int) -> None:
         harmless = sum(bad.kind in HARMLESS for bad in texts.bad)
         self.progress.documents += len(texts.texts)
         self.progress.quarantined += len(texts.bad) - harmless
         self.progress.harmless += harmless
         self.progress.text_bytes += texts.num_bytes
         self.progress.tokens += tokens
-        self._refuse_hopeless()
+        self._refuse_hopeless(item)
         self._tell()
 
-    def _refuse_hopeless(self) -> None:
+    def _refuse_hopeless(self, item: Input) -> None:
         """End early when this worker alone has met more bad records than the whole corpus may have."""
         done = self.progress
         if done.quarantined < 1000 or not self._plan.text_bytes:
@@ -147,7 +150,7 @@ class Worker:
             raise PrepError(
                 f"{done.quarantined} bad records in the first {done.text_bytes / 1e6:.0f} MB, more than "
                 f"prep.max_bad_fraction {self._plan.prep.max_bad_fraction:.3%} of the whole corpus allows: repair "
-                "the input, or raise the limit"
+                f"the input, or raise the limit. The last were in {item.name}{describe_records(self._plan, item)}"
             )
 
     def _tell(self, *, force: bool = False) -> None:

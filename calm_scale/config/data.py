@@ -45,6 +45,11 @@ class SourceConfig(Section):
     exclude_sets: tuple[str, ...] = ()
     weight: float = Field(default=1.0, gt=0)
 
+    @property
+    def label(self) -> str:
+        """The source in a table or a message: its dataset or its paths."""
+        return self.dataset or ", ".join(self.paths)
+
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
         if bool(self.paths) == (self.dataset is not None):
@@ -90,6 +95,8 @@ class PrepConfig(Section):
     in MB of text (one shard per split and segment); ``None`` derives it from the input's size alone, so the
     bytes written never depend on the number of workers. ``keep_tail`` names the splits whose last, incomplete
     sequence is stored too, filled up; the other splits leave it out, as the paper's packing does.
+    ``on_unusable_input`` says what a source or a file without a usable record does: it stops the prep with the fields
+    that were found, or is reported and left out.
     """
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
@@ -105,6 +112,7 @@ class PrepConfig(Section):
     deduplicate: bool = False
     max_bad_fraction: float = Field(default=0.001, ge=0, le=1)
     on_corrupt_file: Literal["stop", "quarantine"] = "stop"
+    on_unusable_input: Literal["stop", "report"] = "stop"
 
     @model_validator(mode="after")
     def _aligned(self) -> PrepConfig:

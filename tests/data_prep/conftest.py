@@ -90,6 +90,12 @@ def stored_documents(split_dir: Path) -> list[list[int]]:
     return documents
 
 
+def count_text(split_dir: Path) -> tuple[int, ...]:
+    """Token counts of a split that do not depend on where its inputs were cut into segments."""
+    t = Manifest.read(split_dir).tokens
+    return t.text, t.bos, t.eos, t.padding, t.stored + t.tail - t.boundaries
+
+
 def data_bytes(data_dir: Path) -> dict[str, bytes]:
     """Every file a prep wrote but its log and lock."""
     left_out = {"prep.log.jsonl", ".prep.lock"}
@@ -107,5 +113,6 @@ def kit() -> SimpleNamespace:
         make_texts=make_texts,
         write_lines=write_lines,
         stored_documents=stored_documents,
+        count_text=count_text,
         data_bytes=data_bytes,
     )
