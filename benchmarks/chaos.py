@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from calm_scale.checkpoint.inventory import inventory
+from calm_scale.checkpoint.judge import inventory
 from calm_scale.runtime.metrics import read_metrics
 
 INTERVAL = 5

@@ -90,6 +90,7 @@ def measure(engine: Any, run: RunConfig, world: World, scratch: Path, rounds: in
     def save_ours() -> None:
         step = next(counter)
         store.save(step, engine.save, card(step))
+        store.rotate()
 
     def load_ours() -> None:
         fresh = CheckpointStore(store.root, world, store.config)
@@ -127,6 +128,7 @@ def stall(
     engine: Any, run: RunConfig, store: CheckpointStore, world: World, step: int
 ) -> tuple[float, float, float]:
     """Seconds that one background save holds up training; a step's seconds without and beside it."""
+    store.rotate()
     store.close()
     alone = seconds_of(lambda: engine.train_step(batch(run, step), 1e-4))
     held = seconds_of(lambda: store.begin(step, engine.save_async, card(step)))

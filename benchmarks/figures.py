@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from calm_scale.checkpoint.inventory import Entry, inventory
+from calm_scale.checkpoint.judge import Entry, inventory
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.config.files import write_atomically

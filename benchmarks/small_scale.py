@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from calm_scale.checkpoint.inventory import inventory
+from calm_scale.checkpoint.judge import inventory
 from calm_scale.config import RunConfig, load
 from calm_scale.evaluation.sequences import selected
 from calm_scale.runtime.metrics import read_metrics

@@ -12,7 +12,7 @@ from pydantic import Field
 import calm_scale
 from calm_scale.checkpoint.errors import CheckpointError, UnknownRunError
 from calm_scale.checkpoint.files import write_json
-from calm_scale.checkpoint.layout import CARD
+from calm_scale.checkpoint.layout import CARD, SUSPECT
 from calm_scale.config import RunConfig, config_hash
 from calm_scale.config.base import Section
 from calm_scale.config.stored import checked
@@ -101,7 +101,8 @@ class Card(Identity):
     """One checkpoint's ``card.json``.
 
     ``metrics`` holds the finite numbers of the step. ``pending_row`` is the step's row when a stop signal ended its
-    evaluation: the resumed run evaluates first and completes the row.
+    evaluation: the resumed run evaluates first and completes the row. ``suspect`` says why the state should not be
+    resumed unasked: no finite step followed it. Empty where nothing is known against it.
     """
 
     format_version: int = FORMAT_VERSION
@@ -112,6 +113,7 @@ class Card(Identity):
     rng: dict[str, Any] = Field(default_factory=dict)
     metrics: dict[str, float] = Field(default_factory=dict)
     pending_row: dict[str, Any] | None = None
+    suspect: str = ""
 
     @property
     def step(self) -> int:
@@ -153,7 +155,8 @@ class Card(Identity):
         version = raw.get("format_version") if isinstance(raw, dict) else None
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise CheckpointError(f"{CARD} has format {version}; this program reads up to {FORMAT_VERSION}")
-        return checked(cls, raw, CARD, raises=CheckpointError)
+        card = checked(cls, raw, CARD, raises=CheckpointError)
+        return card.model_copy(update={"suspect": card.suspect or _suspicion(folder)})
 
     def described(self, model: type[S], key: str | None = None, folder: Path | None = None) -> S:
         """The configuration of the run, or its section ``key``, as a model.
@@ -165,6 +168,24 @@ class Card(Identity):
         remedy = f"it was written by version {self.code_version or 'unknown'}; use that one"
         raw = self.config.get(key) if key else self.config
         return checked(model, raw, where, remedy=remedy, raises=UnknownRunError)
+
+
+def mark_suspect(folder: Path, reason: str) -> None:
+    """Marks a committed checkpoint as one that no finite step followed; ``Card.read`` returns the reason from now on.
+
+    The card itself stays as it was sealed: rewriting it would leave a damaged checkpoint after a crash.
+    """
+    write_json(folder / SUSPECT, {"reason": reason})
+
+
+def _suspicion(folder: Path) -> str:
+    """What was written by ``mark_suspect``; empty without it."""
+    try:
+        return str(json.loads((folder / SUSPECT).read_bytes())["reason"])
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{SUSPECT} cannot be read"
 
 
 def code_version() -> str:

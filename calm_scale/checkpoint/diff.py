@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -80,9 +80,11 @@ class FieldChange:
     old: Any
     new: Any
     verdict: Verdict
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.old!r} → {self.new!r}  ({WORDS[self.verdict]})"
+        why = f": {self.reason}" if self.reason else ""
+        return f"{self.field}: {self.old!r} → {self.new!r}  ({WORDS[self.verdict]}{why})"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class ResumeDiff:
             lines.append(f"To go on with changed results: {hints}")
         if unknown:
             lines.append(f"--accept names what did not change: {', '.join(unknown)}")
-        if any(change.verdict == "forbidden" for change in refused):
+        if any(change.verdict == "forbidden" and not change.reason for change in refused):
             lines.append("A forbidden change is another run: give it another name or workdir")
         raise ResumeRefusedError("this run cannot go on from that checkpoint:\n" + "\n".join(lines))
 
@@ -145,6 +147,7 @@ def resume_diff(
         for name, (a, b) in pairs.items()
         if a != b
     ]
+    changes = [_refuse_fewer_steps(change, stage, card.step) for change in changes]
     order = ("forbidden", "results", "safe")
     changes.sort(key=lambda change: (order.index(change.verdict), change.field))
     return ResumeDiff(tuple(changes), len(pairs) - len(changes))
@@ -183,6 +186,13 @@ def _verdict(name: str, stage: str, config: Mapping[str, Any], *, another_tokeni
         if fnmatchcase(name, pattern.replace("{stage}", stage)):
             return verdict
     return "results"
+
+
+def _refuse_fewer_steps(change: FieldChange, stage: str, done: int) -> FieldChange:
+    """Fewer steps than the checkpoint has done cannot be trained."""
+    if change.field != f"{stage}.training.steps" or not isinstance(change.new, int) or change.new >= done:
+        return change
+    return replace(change, verdict="forbidden", reason=f"{done} steps are done already; give {done} or more")
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

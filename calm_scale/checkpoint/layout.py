@@ -8,9 +8,11 @@
         card.json              what this is a checkpoint of
         manifest.json          every file with size and checksum
         shards/                what the engine wrote
+        suspect.json           only where no finite step followed: why it is not resumed unasked
       step_00000200.tmp/       a save that has not been committed
       step_00000050.deleting/  a folder that retention is removing
-      step_00000150.damaged-…  a folder that did not verify, moved aside by a new save of its step
+      step_00000150.damaged-…  a folder that did not verify, moved aside by a new save of its step (a complete one
+                               becomes ``.replaced-…``)
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 
 CARD = "card.json"
 MANIFEST = "manifest.json"
+SUSPECT = "suspect.json"
 SHARDS = "shards"
 LATEST = "latest"
 TMP = ".tmp"

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from calm_scale.checkpoint.errors import CheckpointError
 from calm_scale.checkpoint.files import write_json
-from calm_scale.checkpoint.inventory import inventory
-
-FILE = "run.json"
+from calm_scale.checkpoint.judge import RUN_FILE, known_run
 
 
 def run_id(folder: Path, name: str) -> str:
@@ -18,7 +16,7 @@ def run_id(folder: Path, name: str) -> str:
 
     Call it on one rank. Raises CheckpointError when the file is there but cannot be read.
     """
-    path = folder / FILE
+    path = folder / RUN_FILE
     if path.exists():
         try:
             return str(json.loads(path.read_bytes())["run_id"])
@@ -27,14 +25,6 @@ def run_id(folder: Path, name: str) -> str:
                 f'{path} is damaged ({error}); it holds {{"run_id": …}} of the cards'
             ) from None
     folder.mkdir(parents=True, exist_ok=True)
-    found = _from_cards(folder) or f"{name}-{secrets.token_hex(4)}"
+    found = known_run(folder / "checkpoints") or f"{name}-{secrets.token_hex(4)}"
     write_json(path, {"run_id": found})
     return found
-
-
-def _from_cards(folder: Path) -> str | None:
-    """The run that wrote the latest complete checkpoint here (by time: a leftover may have a higher step)."""
-    cards = [
-        entry.card for entry in inventory(folder / "checkpoints") if entry.state == "complete" and entry.card
-    ]
-    return max(cards, key=lambda card: card.created).run_id if cards else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import DiskFullError, SaveError, is_disk_full
 from calm_scale.checkpoint.files import checksum, sync_folder
-from calm_scale.checkpoint.inventory import summary
+from calm_scale.checkpoint.judge import judge, summary
 from calm_scale.checkpoint.layout import CARD, SHARDS, TMP, folder_name
 from calm_scale.checkpoint.manifest import FileEntry, FileList, share_by_size
 from calm_scale.runtime.background import Background
@@ -165,9 +165,9 @@ class Save:
         FileList(tuple(sorted(entries, key=lambda entry: entry.path))).write(self.tmp)
         for folder in sorted(path for path in self.tmp.rglob("*") if path.is_dir()):
             sync_folder(folder)
-        written = FileList.read(self.tmp)
-        if faults := written.missing_or_cut(self.tmp):
-            raise SaveError(summary(faults))
+        written = judge(self.tmp, self.step)
+        if not written.is_whole:
+            raise SaveError(written.reason)
         self.tmp.rename(self.path)
         sync_folder(self.root)
         return written.size

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from calm_scale.accounting import ledger
 from calm_scale.accounting.ledger import Event
-from calm_scale.checkpoint.inventory import Entry, inventory
+from calm_scale.checkpoint.judge import Entry, inventory, resumable
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.metrics import Row, read_metrics
 
@@ -31,12 +31,12 @@ class StageStatus:
         cause: why the last attempt ended, in the ledger's word.
         attempts: lives so far.
         step, total_steps: optimizer steps done and wanted.
-        checkpoint_step: newest complete checkpoint; it got its name only after it was verified.
+        checkpoint_step: newest checkpoint that may be resumed; it got its name only after it was verified.
         next_save_step, next_save_seconds: where the next checkpoint is due, and when at the present pace.
         eta_seconds: to the last step at the present pace (evaluations and saves included).
         seconds_per_step: wall-clock pace of the current attempt.
         seconds_silent: since anything was written.
-        damaged: step folders that are not usable and lines of the ledger that are not readable, with the reason.
+        damaged: step folders that are not resumed unasked and unreadable lines of the ledger, with the reason.
     """
 
     stage: str
@@ -75,12 +75,16 @@ def stage_status(
     past = ledger.history(book)
     events = past.events
     entries = inventory(folder / "checkpoints")
-    complete = [entry for entry in entries if entry.state == "complete"]
-    damaged = tuple(f"{entry.path.name}: {entry.reason}" for entry in entries if entry.state == "damaged")
+    complete = resumable(entries)
+    damaged = tuple(
+        f"{entry.path.name}: {entry.reason}"
+        for entry in entries
+        if entry.state in ("damaged", "suspect", "foreign")
+    )
     damaged += (f"{book.name}: {past.damage}",) if past.damage else ()
     if not events and not complete:
         return StageStatus(folder.name, "not started", damaged=damaged)
-    newest = max(complete, key=lambda entry: entry.step, default=None)
+    newest = next(iter(complete), None)
     training = training or _training_of(newest, folder.name)
     rows = read_metrics(folder / "metrics.jsonl")
     pace = _pace(rows)

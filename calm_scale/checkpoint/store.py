@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.card import Card, mark_suspect
 from calm_scale.checkpoint.disk import check_space, human_bytes
 from calm_scale.checkpoint.errors import (
     CheckpointError,
@@ -19,9 +19,18 @@ from calm_scale.checkpoint.errors import (
     is_disk_full,
 )
 from calm_scale.checkpoint.files import write_text
-from calm_scale.checkpoint.inventory import Entry, examine, inventory, summary
-from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_name, step_folders, unfinished
-from calm_scale.checkpoint.manifest import FileList, changed_contents
+from calm_scale.checkpoint.judge import (
+    EVERY_BYTE,
+    Entry,
+    Share,
+    State,
+    inventory,
+    judge,
+    resumable,
+    summary,
+)
+from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_name, unfinished
+from calm_scale.checkpoint.manifest import FileList
 from calm_scale.checkpoint.retention import superfluous
 from calm_scale.checkpoint.saving import Save, Work
 from calm_scale.config.checkpoint import CheckpointConfig
@@ -31,6 +40,8 @@ if TYPE_CHECKING:
     from calm_scale.runtime.world import World
 
 T = TypeVar("T")
+_SEVERITY: tuple[State, ...] = ("complete", "suspect", "foreign", "unfinished", "damaged")
+"""What one rank sees of a checkpoint holds for all: the worst of their verdicts."""
 
 
 @dataclass(frozen=True)
@@ -78,83 +89,77 @@ class CheckpointStore:
         self._last_size: int | None = None
         self._verified: dict[Path, tuple[tuple[str, int, int], ...]] = {}
         self._removing: list[Background] = []
+        self.rotation_due = False
 
     # Resuming
 
     def newest(self, step: int | None = None) -> Found | None:
-        """The newest complete checkpoint of this run that verifies on every rank; or exactly ``step``.
+        """The newest checkpoint that may be resumed and verifies on every rank; or exactly ``step``, suspect or not.
 
         None only when no step folder is there at all: then, and only then, the run may start from step 0.
 
         Raises:
             NothingToResumeError: step folders are there and none is usable, or ``step`` is not among the usable.
         """
-        entries: list[Entry] = self._on_first(lambda: inventory(self.root))
-        candidates = sorted((e for e in entries if e.state != "unfinished"), key=lambda e: -e.step)
+        entries: list[Entry] = self._on_first(lambda: inventory(self.root, run_id=self.run_id))
         passed_over = [f"{e.path.name}: {e.reason}" for e in entries if e.state == "unfinished"]
-        for entry in candidates:
+        committed = sorted((e for e in entries if e.state != "unfinished"), key=lambda e: -e.step)
+        for entry in committed:
             if step is not None and entry.step != step:
                 continue
-            reason = self._why_not(entry)
-            if reason is None:
-                found = self._found(entry, passed_over)
+            judged = self.judge_together(entry)
+            if judged.state == "complete" or (judged.state == "suspect" and step is not None):
+                found = self._found(judged, passed_over)
                 for line in passed_over:
                     self._say(f"passed over {line}")
-                self._last_size, self.last_saved = entry.size, entry.step
+                self._last_size, self.last_saved = judged.size, judged.step
                 return found
-            passed_over.append(f"{entry.path.name}: {reason}")
-        self._nothing(step, candidates, passed_over)
+            passed_over.append(f"{entry.path.name}: {judged.reason}")
+        self._nothing(step, committed, passed_over)
         return None
 
-    def _why_not(self, entry: Entry) -> str | None:
-        if entry.card is not None and self.run_id is not None and entry.run_id != self.run_id:
-            return f"belongs to another run ({entry.run_id}, this is {self.run_id})"
-        faults = self.verify_together(entry.path) if entry.card is not None else [entry.reason]
-        return summary(faults) if faults else None
+    def judge_together(self, entry: Entry) -> Entry:
+        """The verdict that holds for all ranks: each looks at every size and reads its share of the bytes."""
+        path, ranks = entry.path, self.world
+        signature = _signature(path)
+        known = signature is not None and self._verified.get(path) == signature
+        share = None if known or not entry.is_whole else (ranks.rank, ranks.world_size)
+        mine = _judge_if_there(entry, self.run_id, share)
+        everyone: list[tuple[State, str]] = ranks.gather_objects((mine.state, mine.reason))
+        state = max((state for state, _ in everyone), key=_SEVERITY.index)
+        reasons = sorted({reason for found, reason in everyone if found == state and reason})
+        if state not in ("damaged", "unfinished") and signature is not None:
+            self._verified[path] = signature
+        return replace(entry, state=state, reason=summary(reasons))
 
     def _found(self, entry: Entry, passed_over: list[str]) -> Found:
-        if entry.card is None:  # _why_not passes entries with a card only
+        if entry.card is None:  # a whole checkpoint has a card
             raise CheckpointError(f"{entry.path} has no card")
         return Found(entry.path, entry.card, tuple(passed_over))
 
-    def _nothing(self, step: int | None, candidates: list[Entry], passed_over: list[str]) -> None:
+    def _nothing(self, step: int | None, committed: list[Entry], passed_over: list[str]) -> None:
         if step is not None:
-            usable = ", ".join(str(e.step) for e in reversed(candidates) if e.state == "complete") or "none"
+            usable = ", ".join(str(e.step) for e in reversed(resumable(committed))) or "none"
             raise NothingToResumeError(
                 f"{self.root} has no usable step {step}. Complete steps: {usable}" + _lines(passed_over)
             )
         pointer = self._on_first((self.root / LATEST).exists)
-        if candidates or pointer:
+        suspects = [str(e.step) for e in committed if e.state == "suspect"]
+        if committed or pointer:
             raise NothingToResumeError(
                 f"{self.root} holds checkpoints, but none that can be resumed; not starting again over them."
                 + _lines(passed_over)
-                + (f"\n  {LATEST} names a checkpoint that is gone" if pointer and not candidates else "")
+                + (f"\n  {LATEST} names a checkpoint that is gone" if pointer and not committed else "")
+                + (f"\nTo resume a suspect one: --resume-step {' or '.join(suspects)}." if suspects else "")
                 + "\nMove the folder away to start from step 0"
             )
         for line in passed_over:
             self._say(f"passed over {line}")
 
-    def verify_together(self, path: Path) -> list[str]:
-        """Faults of a step folder as all ranks see it: each looks at every size and reads its share of the bytes."""
-        try:
-            files = FileList.read(path)
-            Card.read(path)
-            signature = None if (faults := files.missing_or_cut(path)) else files.signature(path)
-        except CheckpointError as error:
-            files, signature, faults = None, None, [str(error)]
-        known = signature is not None and self._verified.get(path) == signature
-        if files is not None and not faults and not known:
-            faults = changed_contents(path, files.share(self.world.rank, self.world.world_size))
-        everyone = self.world.gather_objects(faults)
-        merged = sorted({fault for of_rank in everyone for fault in of_rank})
-        if not merged and signature is not None:
-            self._verified[path] = signature
-        return merged
-
     # Saving
 
     def save(self, step: int, write: Callable[[Path], None], card: Card) -> Path:
-        """Writes, verifies, renames, rotates. ``write`` gets the shards folder, on every rank.
+        """Writes, verifies, renames. ``write`` gets the shards folder, on every rank.
 
         Raises:
             SaveError: on every rank; the attempt left nothing behind.
@@ -220,24 +225,34 @@ class CheckpointStore:
                 self._say(f"removing {wreck.name}, the rest of an earlier save that was never completed")
                 shutil.rmtree(wreck)
             if taken.exists():
-                kind = "replaced" if examine(taken, step, deep=True).state == "complete" else "damaged"
-                aside = taken.with_name(f"{name}.{kind}-{time.time_ns()}")
-                taken.rename(aside)
-                self._say(f"moved the {kind} {name} aside to {aside.name}")
+                self._put_aside(taken, step)
             (wreck / SHARDS).mkdir(parents=True)
         except OSError as error:
             raise SaveError(
                 f"step {step} not saved: {error.filename or self.root}: {error.strerror}"
             ) from error
 
+    def _put_aside(self, taken: Path, step: int) -> None:
+        """Frees the name of a step that is saved again. What was suspect is removed with the next rotation."""
+        state = judge(taken, step, run_id=self.run_id, share=EVERY_BYTE).state
+        if state == "suspect":
+            taken.rename(taken.with_name(taken.name + DELETING))
+            return
+        kind = "damaged" if state == "damaged" else "replaced"
+        aside = taken.with_name(f"{taken.name}.{kind}-{time.time_ns()}")
+        taken.rename(aside)
+        self._say(f"moved the {kind} {taken.name} aside to {aside.name}")
+
     def _committed(self, save: Save) -> None:
-        self.saving = None
+        self.saving, self.rotation_due = None, True
         self.last_saved, self._last_size = save.step, save.size
-        self._verified[save.path] = FileList.read(save.path).signature(save.path)
-        if self.world.is_first:
+        signature = _signature(save.path)
+        if signature is not None:
+            self._verified[save.path] = signature
+        if self.world.is_first and not save.card.suspect:
             self._point_to(save.path.name)
-        self._say(f"saved {save.path.name}, {human_bytes(save.size)}")
-        self._rotate()
+        suspect = f"; suspect: {save.card.suspect}" if save.card.suspect else ""
+        self._say(f"saved {save.path.name}, {human_bytes(save.size)}{suspect}")
 
     def _point_to(self, name: str) -> None:
         """The pointer is a convenience: whatever stands in its way, the save above is complete and counts."""
@@ -248,18 +263,33 @@ class CheckpointStore:
 
     # Retention
 
-    def _rotate(self) -> None:
-        folders = self._on_first(lambda: [(step, path) for step, path in step_folders(self.root)])
-        mine: dict[int, float | None] = {}
-        for step, path in folders:
-            card = _card_or_none(path)
-            card = self.world.broadcast_object(card)
-            if card is None or (self.run_id is not None and card.run_id != self.run_id):
-                continue
-            if not self.verify_together(path):
-                mine[step] = card.metrics.get(self.config.best_metric)
-        doomed = superfluous(mine, self.config)
+    def rotate(self) -> None:
+        """Applies the retention rules, if a save was committed since the last time and none is under way.
+
+        Call it on every rank, and not before the newest checkpoint has proved good: a step that followed it was
+        finite. Until then every older one stays.
+        """
+        if not self.rotation_due or self.saving is not None:
+            return
+        self.rotation_due = False
+        entries: list[Entry] = self._on_first(lambda: inventory(self.root, run_id=self.run_id))
+        judged = [self.judge_together(entry) for entry in entries if entry.state in ("complete", "suspect")]
+        mine = {e.step: e.card.metrics.get(self.config.best_metric) for e in resumable(judged) if e.card}
+        suspects = [e.step for e in judged if e.state == "suspect"]
+        doomed = superfluous(mine, self.config, suspects)
         self._on_first(lambda: self._remove(doomed))
+
+    def mark_suspect(self, first: int, reason: str) -> None:
+        """Marks every complete checkpoint of this run from step ``first`` on; see ``card.mark_suspect``."""
+
+        def mark() -> list[str]:
+            doubtful = [e for e in resumable(inventory(self.root, run_id=self.run_id)) if e.step >= first]
+            for entry in doubtful:
+                mark_suspect(entry.path, reason)
+            return [entry.path.name for entry in reversed(doubtful)]
+
+        for name in self._on_first(mark):
+            self._say(f"{name} is marked suspect: {reason}")
 
     def _remove(self, steps: list[int]) -> None:
         """Renamed first: a folder half removed must not look like a checkpoint."""
@@ -298,10 +328,19 @@ def _remove_all(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _card_or_none(path: Path) -> Card | None:
+def _judge_if_there(entry: Entry, run_id: str | None, share: Share | None) -> Entry:
+    """This rank's verdict; a folder that this rank does not see is damaged."""
     try:
-        return Card.read(path)
-    except CheckpointError:
+        return judge(entry.path, entry.step, run_id=run_id, share=share)
+    except OSError as error:
+        return replace(entry, state="damaged", reason=f"{entry.path}: {error.strerror}", verified=False)
+
+
+def _signature(path: Path) -> tuple[tuple[str, int, int], ...] | None:
+    """See ``FileList.signature``; None where a file is missing."""
+    try:
+        return FileList.read(path).signature(path)
+    except (CheckpointError, OSError):
         return None
 
 

@@ -1,7 +1,8 @@
 """`calm-scale`: the commands, and the one place where an error becomes a message and an exit code.
 
 Exit codes: 0 done · 1 the work failed · 2 a mistake in what was asked (configuration, arguments) ·
-75 stopped on a signal after saving; run the same command again to go on · 130 interrupted.
+75 stopped on a signal after saving; run the same command again to go on · 76 the training's numbers are no longer
+finite; needs a person · 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import typer
 
 from calm_scale import __version__
 from calm_scale.cli import accounting, checkpoints, cluster, configuration, data, demo, scoring, train
-from calm_scale.config import CalmScaleError, ConfigError
+from calm_scale.config import CalmScaleError
 
 app = typer.Typer(
     name="calm-scale",
@@ -55,12 +56,9 @@ def main() -> None:
     _write_plainly_under_mpirun()
     try:
         app()
-    except ConfigError as error:
-        _complain(error)
-        sys.exit(2)
     except CalmScaleError as error:
         _complain(error)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             place = f"{error.filename}: " if error.filename else ""

@@ -37,6 +37,18 @@ def ls(
     raise typer.Exit(list_checkpoints(run, read_all=verify))
 
 
+@group.command(epilog="Example: calm-scale ckpt newest runs/calm-xl/lm/checkpoints")
+def newest(
+    checkpoints: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINTS", help="A stage's folder, or its checkpoints folder.")
+    ],
+) -> None:
+    """Print the newest step that a training would resume unasked, by names and sizes; -1 without any."""
+    from calm_scale.stages.checkpoints import print_newest
+
+    raise typer.Exit(print_newest(checkpoints))
+
+
 @group.command(epilog="Example: calm-scale ckpt inspect runs/calm-xl/lm/checkpoints/step_00001000")
 def inspect(checkpoint: Checkpoint) -> None:
     """The identity card: configuration, counters, fingerprints, topology."""

@@ -19,9 +19,19 @@ Accept = Annotated[
         "--accept", metavar="FIELD", help="Resume although this changed field changes results. Repeatable."
     ),
 ]
+ResumeStep = Annotated[
+    int | None,
+    typer.Option(
+        "--resume-step",
+        metavar="STEP",
+        min=0,
+        help="Resume the checkpoint of this step instead of the newest, even one that is marked suspect.",
+    ),
+]
 RESUMES = (
     "Run it again after any stop: it resumes from the newest complete checkpoint. "
-    "Exit code 75 means: stopped on a signal after saving."
+    "Exit code 75 means: stopped on a signal after saving. Exit code 76 means: the loss or the gradients stayed "
+    "non-finite; starting it again unchanged would repeat that."
 )
 
 
@@ -41,10 +51,13 @@ def train_ae(
     set_: Overrides = None,
     nproc: NumRanks = None,
     accept: Accept = None,
+    resume_step: ResumeStep = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train the patch autoencoder under DeepSpeed ZeRO, then export it."""
-    raise typer.Exit(_train("autoencoder", config, set_ or [], nproc, accept or [], dry_run))
+    raise typer.Exit(
+        _train("autoencoder", config, set_ or [], nproc, accept or [], resume_step, dry_run=dry_run)
+    )
 
 
 def train_lm(
@@ -52,14 +65,22 @@ def train_lm(
     set_: Overrides = None,
     nproc: NumRanks = None,
     accept: Accept = None,
+    resume_step: ResumeStep = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train the language model (CALM or the autoregressive baseline) on Megatron-core."""
-    raise typer.Exit(_train("lm", config, set_ or [], nproc, accept or [], dry_run))
+    raise typer.Exit(_train("lm", config, set_ or [], nproc, accept or [], resume_step, dry_run=dry_run))
 
 
 def _train(
-    stage: Stage, path: Path, overrides: list[str], nproc: int | None, accept: list[str], dry_run: bool
+    stage: Stage,
+    path: Path,
+    overrides: list[str],
+    nproc: int | None,
+    accept: list[str],
+    resume_step: int | None,
+    *,
+    dry_run: bool,
 ) -> int:
     from calm_scale.stages import launch
 
@@ -75,7 +96,7 @@ def _train(
     if stage == "autoencoder":
         from calm_scale.stages.autoencoder import train_autoencoder
 
-        return train_autoencoder(config, accept)
+        return train_autoencoder(config, accept, resume_step)
     from calm_scale.stages.lm import train_lm as train_language_model
 
-    return train_language_model(config, accept)
+    return train_language_model(config, accept, resume_step)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_USAGE
 from calm_scale.config.values import as_written
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -13,11 +14,16 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class CalmScaleError(Exception):
-    """Base of every error meant for people; the command line prints its text without a traceback."""
+    """Base of every error meant for people; the command line prints its text without a traceback and ends with
+    ``exit_code``."""
+
+    exit_code: ClassVar[int] = EXIT_ERROR
 
 
 class ConfigError(CalmScaleError, ValueError):
     """A user's configuration mistake: says what is wrong, where (file:line or key path), and what to do."""
+
+    exit_code: ClassVar[int] = EXIT_USAGE
 
 
 class Section(BaseModel):

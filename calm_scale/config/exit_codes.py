@@ -19,3 +19,7 @@ EXIT_STALLED = 70
 
 EXIT_REQUEUE = 75
 """Stopped on a signal with a complete checkpoint on disk: submit it again and it goes on."""
+
+EXIT_NONFINITE = 76
+"""The numbers of the training are no longer finite: starting it again would repeat that, so it needs a person. The
+checkpoints from before are kept."""

@@ -62,8 +62,7 @@ class Telemetry:
         self._console = Console(stderr=True, quiet=not world.is_first, highlight=False)
         self._record = MetricsRecord(self.metrics_path, attempt, self.warn) if world.is_first else None
         self._wandb: WandbMirror | None = None
-        if world.is_first:
-            self._wandb = WandbMirror(folder, logging, run_id, attempt, title, dict(config or {}), self.warn)
+        self._run_id, self._config = run_id, dict(config or {})
         self._progress: Progress | None = None
         self._task: Any = None
         self._started = time.monotonic()
@@ -77,7 +76,8 @@ class Telemetry:
         self._print(f"[{self._title}] warning: {text}", style="yellow")
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Training goes on after ``step``."""
+        """Training goes on after ``step``. Before this, or the first row, nothing is written."""
+        self._open_wandb()
         if self._record is not None and step > 0:
             self._record.resume(step)
         elif self._record is not None and self.attempt > 0:
@@ -100,6 +100,7 @@ class Telemetry:
         if self._record is None:
             return
         self._record.row(row)
+        self._open_wandb()
         step = int(row["step"])
         if self._wandb is not None:
             self._wandb.row(row)
@@ -110,6 +111,12 @@ class Telemetry:
             self._progress.update(self._task, completed=step, shown=shown)
         elif step % self._logging.interval == 0 or step == total_steps:
             self.say(f"step {step}/{total_steps}  {shown}")
+
+    def _open_wandb(self) -> None:
+        if self._record is not None and self._wandb is None:
+            self._wandb = WandbMirror(
+                self.folder, self._logging, self._run_id, self.attempt, self._title, self._config, self.warn
+            )
 
     def sync(self) -> None:
         """Makes the record durable before a checkpoint relies on it."""
@@ -129,8 +136,9 @@ class Telemetry:
             return
         self._record.close()
         self._record = None
-        if self._wandb is not None:
-            self._wandb.close()
+        if self._wandb is None:  # nothing began
+            return
+        self._wandb.close()
         if not self._logging.pictures:
             return
         try:

@@ -7,6 +7,7 @@ value that every chart uses as its axis, and the group reads in order.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -37,9 +38,10 @@ class WandbMirror:
             self._try(lambda: self._start(folder, logging, run_id, attempt, title, config))
 
     def row(self, row: dict[str, Any]) -> None:
-        """Forwards one row."""
+        """Forwards the numbers of one row that are finite; wandb's own files are JSON too."""
         if self._run is not None:
-            self._try(lambda: self._run.log(row))
+            finite = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
+            self._try(lambda: self._run.log(finite))
 
     def close(self) -> None:
         """Finishes within ``PATIENCE_SECONDS`` or leaves it; the record is on disk anyway."""

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from calm_scale.training.deepspeed_engine import DeepSpeedEngine
 
 
-def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
-    """Train (or go on training) the autoencoder and export it. Every rank runs this; returns the exit code."""
+def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step: int | None = None) -> int:
+    """Train (or go on training) the autoencoder and export it. Every rank runs this; returns the exit code.
+
+    ``accept``, ``resume_step``: see ``fit``.
+    """
     stop = StopSignals().install()
     stage = autoencoder_section(config)
     tokens_per_sample = stage.patches * config.patch_size
@@ -43,8 +46,6 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
             world=world,
             pad_id=train.manifest.pad_id,
         )
-        if world.is_first:
-            _store_deepspeed_config(config, engine)
         outcome = run_loop(
             config,
             "autoencoder",
@@ -55,11 +56,13 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = ()) -> int:
             topology={"world_size": world.world_size, "zero_stage": stage.zero.stage},
             autoencoder_fingerprint=None,
             accept=accept,
+            resume_step=resume_step,
             stop=stop,
+            on_begin=lambda: _store_deepspeed_config(config, engine),
         )
         if world.is_first:
             _draw_latents(config, engine)
-        if outcome.exit_code == EXIT_OK:
+        if outcome.exit_code == EXIT_OK and not world.broadcast_object(_is_exported(config, outcome)):
             _export(config, engine, world, outcome, train)
         return outcome.exit_code
     finally:
@@ -82,6 +85,18 @@ def _draw_latents(config: RunConfig, engine: DeepSpeedEngine) -> None:
 
     if engine.last_report is not None:
         draw_report(engine.last_report, config.workdir / "autoencoder" / "latents.png")
+
+
+def _is_exported(config: RunConfig, outcome: Outcome) -> bool:
+    """A run that was complete before has its export already, unless it was stopped in between."""
+    from calm_scale.autoencoder.export import ExportError, read_card
+
+    if outcome.resumed_at != outcome.step:
+        return False
+    try:
+        return read_card(config.workdir / "autoencoder" / "export").steps == outcome.step
+    except ExportError:
+        return False
 
 
 def _export(

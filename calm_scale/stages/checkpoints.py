@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from calm_scale.accounting.report.console import print_table
 from calm_scale.accounting.report.document import Cell, Column, Table, bytes_text
 from calm_scale.checkpoint.card import Card
-from calm_scale.checkpoint.inventory import Entry, inventory, verify
+from calm_scale.checkpoint.judge import Entry, inventory, newest, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError
@@ -40,6 +40,13 @@ def list_checkpoints(run: Path, *, read_all: bool = False) -> int:
     return EXIT_OK
 
 
+def print_newest(checkpoints: Path) -> int:
+    """Print the newest step that may be resumed, or -1: what the job scripts call progress."""
+    found = newest(checkpoints)
+    print(-1 if found is None else found.step)
+    return EXIT_OK
+
+
 def inspect_checkpoint(checkpoint: Path) -> int:
     """Print the identity card."""
     entry = verify(checkpoint)
@@ -57,9 +64,11 @@ def inspect_checkpoint(checkpoint: Path) -> int:
 def verify_checkpoint(checkpoint: Path) -> int:
     """Read every byte and compare sizes and checksums. 0 when whole, 1 with the reason otherwise."""
     entry = verify(checkpoint)
-    if entry.state == "complete":
+    if entry.is_whole:
+        note = f"; {entry.reason}" if entry.reason else ""
         Console().print(
-            f"{checkpoint}: complete, every checksum verified ({bytes_text(entry.size)})", soft_wrap=True
+            f"{checkpoint}: complete, every checksum verified ({bytes_text(entry.size)}){note}",
+            soft_wrap=True,
         )
         return EXIT_OK
     Console(stderr=True).print(f"{checkpoint}: {entry.state}: {entry.reason}", soft_wrap=True, markup=False)
@@ -67,13 +76,13 @@ def verify_checkpoint(checkpoint: Path) -> int:
 
 
 def shards_of(checkpoint: Path) -> tuple[Card, Path]:
-    """The card and the shard folder of a checkpoint that verifies.
+    """The card and the shard folder of a checkpoint that verifies, of whatever run.
 
     Raises:
-        CalmScaleError: it is damaged or unfinished; says what is wrong.
+        CalmScaleError: it is damaged, unfinished or suspect; says what is wrong.
     """
     entry = verify(checkpoint)
-    if entry.state != "complete" or entry.card is None:
+    if entry.state not in ("complete", "foreign") or entry.card is None:
         raise CalmScaleError(f"{checkpoint}: {entry.state}: {entry.reason}")
     return entry.card, checkpoint / SHARDS
 
@@ -95,7 +104,7 @@ def _table(folder: Path, entries: list[Entry]) -> Table:
 
 
 def _cells(entry: Entry) -> tuple[Cell, ...]:
-    unread = "sizes" if entry.state == "complete" else "no"
+    unread = "sizes" if entry.is_whole else "no"
     return (
         entry.step,
         entry.age_seconds,

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from calm_scale.autoencoder.model import Autoencoder
 
 
-def train_lm(config: RunConfig, accept: Sequence[str] = ()) -> int:
-    """Train (or go on training) the language model. Every rank runs this; returns the exit code."""
+def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | None = None) -> int:
+    """Train (or go on training) the language model. Every rank runs this; returns the exit code.
+
+    ``accept``, ``resume_step``: see ``fit``.
+    """
     stop = StopSignals().install()
     stage = lm_section(config)
     tokens_per_sample = stage.backbone.positions * config.patch_size
@@ -59,6 +62,7 @@ def train_lm(config: RunConfig, accept: Sequence[str] = ()) -> int:
             },
             autoencoder_fingerprint=fingerprint,
             accept=accept,
+            resume_step=resume_step,
             stop=stop,
         )
         return outcome.exit_code

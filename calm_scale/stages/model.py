@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.diff import resume_diff
-from calm_scale.checkpoint.inventory import find, verify
+from calm_scale.checkpoint.judge import find, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.runtime.world import World
@@ -84,7 +84,7 @@ def open_model(
             f"{world.world_size} ranks were started, and --tensor-parallel {tensor} needs a multiple of {tensor}"
         )
     entry = verify(find(config.workdir / "lm", step).path)
-    if entry.state != "complete" or entry.card is None:
+    if entry.state not in ("complete", "suspect") or entry.card is None:
         raise CalmScaleError(f"{entry.path}: {entry.state}: {entry.reason}; name another step with --step")
     refuse_other_model(config, entry.card, entry.path)
     if tokenizer is not None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.diff import WORDS, resume_diff
-from calm_scale.checkpoint.inventory import inventory
+from calm_scale.checkpoint.judge import newest
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
 from calm_scale.config.notes import TRAINED
@@ -19,8 +18,9 @@ from calm_scale.stages.before_start import fingerprints
 
 def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> int:
     """Print the field-by-field answer for every stage that has a checkpoint; 0 when all of them may resume."""
+    found = {stage: newest(run / stage / "checkpoints") for stage in TRAINED}
     cards = {
-        stage: card for stage in TRAINED if (card := _newest_card(run / stage / "checkpoints")) is not None
+        stage: entry.card for stage, entry in found.items() if entry is not None and entry.card is not None
     }
     if not cards:
         raise ConfigError(f"{run}: holds no complete checkpoint of the autoencoder or the language model")
@@ -38,14 +38,8 @@ def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> in
         for change in diff.changes:
             accepted = change.verdict == "results" and change not in stands
             verdict = "changes results: accepted" if accepted else WORDS[change.verdict]
+            verdict += f": {change.reason}" if change.reason else ""
             table.add_row(change.field, repr(change.old), repr(change.new), verdict)
         console.print(table)
     console.print("This run may not resume like that." if refused else "This run may resume.")
     return EXIT_USAGE if refused else EXIT_OK
-
-
-def _newest_card(checkpoints: Path) -> Card | None:
-    complete = [
-        entry for entry in inventory(checkpoints) if entry.state == "complete" and entry.card is not None
-    ]
-    return max(complete, key=lambda entry: entry.step).card if complete else None

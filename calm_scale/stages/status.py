@@ -99,7 +99,7 @@ def _state(status: StageStatus) -> str:
 def _how_far(status: StageStatus) -> str:
     """Progress, speed and safety, a line each."""
     step, total = status.step, status.total_steps
-    first = [f"step {step:,}" + (f" of {total:,}" if total else "")] if step or total else []
+    first = [_steps(step, total)] if step or total else []
     first += [f"loss {status.loss:.4f}"] if status.loss is not None else []
     second = [f"{status.tokens_per_s:,.0f} tokens/s"] if status.tokens_per_s is not None else []
     second += [f"{seconds_text(status.eta_seconds)} left"] if status.eta_seconds else []
@@ -109,3 +109,13 @@ def _how_far(status: StageStatus) -> str:
         soon = f" in {seconds_text(status.next_save_seconds)}" if status.next_save_seconds is not None else ""
         third.append(f"next save at {status.next_save_step:,}{soon}")
     return "\n".join(" · ".join(line) for line in (first, second, third) if line)
+
+
+def _steps(step: int, total: int | None) -> str:
+    if total is None:
+        return f"step {step:,}"
+    return (
+        f"step {step:,} of {total:,}"
+        if step <= total
+        else f"step {step:,} (the configuration asks for {total:,})"
+    )

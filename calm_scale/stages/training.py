@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from calm_scale.accounting import hardware, saves
@@ -47,9 +47,14 @@ def run_loop(
     topology: dict[str, Any],
     autoencoder_fingerprint: str | None,
     accept: Sequence[str],
+    resume_step: int | None,
     stop: StopSignals,
+    on_begin: Callable[[], object] = lambda: None,
 ) -> Outcome:
-    """Resume or start, train to the end or to a stop signal. Every rank calls it."""
+    """Resume or start, train to the end or to a stop signal. Every rank calls it.
+
+    ``on_begin``: called on the first rank once it is settled that there is something to train.
+    """
     folder = config.workdir / stage
     config, interval = _with_save_interval(config, stage, world)
     training = saves.training_of(config, stage)
@@ -85,7 +90,8 @@ def run_loop(
             attempt=attempt,
             stop=stop,
             accept=accept,
-            on_resumed=lambda: store_config(config),
+            resume_step=resume_step,
+            on_resumed=lambda: (store_config(config), on_begin()),
         )
 
 

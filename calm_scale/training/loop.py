@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from calm_scale.accounting.ledger import Cause
 from calm_scale.checkpoint.card import Card, Counters, Identity
 from calm_scale.checkpoint.errors import DiskFullError, ResumeRefusedError
-from calm_scale.checkpoint.store import CheckpointStore
+from calm_scale.checkpoint.store import CheckpointStore, Found
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.metrics import storable
@@ -22,7 +23,7 @@ from calm_scale.runtime.world import World
 from calm_scale.training.attempt import Attempt, Ledger
 from calm_scale.training.batches import EvaluationBatches, TrainingBatches
 from calm_scale.training.engine import Batch, ChecksFinite, Engine, SavesInBackground, StepResult
-from calm_scale.training.nonfinite import NonFiniteError, NonFiniteGuard
+from calm_scale.training.nonfinite import NonFiniteError, NonFiniteGuard, is_finite_evaluation
 from calm_scale.training.resume import counters_of, resume
 from calm_scale.training.schedule import learning_rate
 
@@ -73,16 +74,18 @@ def fit(
 ) -> Outcome:
     """Trains from wherever the run stands to ``config.steps``, or to the first stop signal. Every rank calls it.
 
+    A run that is complete already is loaded and nothing else: no file is written.
+
     Args:
         store: where checkpoints go; its newest complete one is resumed.
         identity: goes into every card and is compared with the resumed one.
         attempt: from ``open_attempt``.
         stop: installed early by the stage; default: installed here.
         accept: changed fields that may change results.
-        resume_step: resume this step instead of the newest.
+        resume_step: resume this step instead of the newest, even a suspect one.
         fresh: refuse to resume.
         stop_after: stop after this step as if told to by a signal.
-        on_resumed: called on the first rank once it is settled that the run goes on (or begins) as asked.
+        on_resumed: called on the first rank once it is settled that there is something to train, as asked.
 
     Raises:
         ResumeRefusedError: nothing was begun, and nothing is recorded.
@@ -148,29 +151,39 @@ class _Loop:
     def run(
         self, accept: Sequence[str], step: int | None, fresh: bool, on_resumed: Callable[[], object]
     ) -> Outcome:
-        self._resume(accept, step, fresh)
+        found = self._resume(accept, step, fresh)
+        if found is not None and self._is_complete(found):
+            self.telemetry.say(
+                f"was complete already: step {found.step}, in {self.store.root}; nothing to do"
+            )
+            return Outcome(found.step, "finished", EXIT_OK, found.step, dict(found.card.metrics))
+        self.ledger.write("start")
+        self.telemetry.begin(self.counters.steps, self.config.steps)
         if self.world.is_first:
             on_resumed()
         batches = self.data.train.iterate(self.counters.steps + 1, self.counters.samples)
         try:
             return self._train(batches)
         except NonFiniteError:
-            self.store.close()  # what is being written in the background was finite; every rank is here
+            self.store.close()  # what is being written in the background; every rank is here
+            self._mark_suspects()
             raise
         finally:
             getattr(batches, "close", lambda: None)()
 
-    def _resume(self, accept: Sequence[str], step: int | None, fresh: bool) -> None:
+    def _resume(self, accept: Sequence[str], step: int | None, fresh: bool) -> Found | None:
         with self.watchdog.doing("resume"), self.ledger.timing("load"):
             found = resume(self.engine, self.store, self.identity, self.telemetry.say, accept, step, fresh)
         self.counters = self.ledger.first = self.ledger.counters = counters_of(found)
-        self.guard.skipped_steps = self.counters.skipped_steps
-        self.guard.consecutive = self.counters.consecutive_skips
-        self.ledger.write("start")
-        self.telemetry.begin(self.counters.steps, self.config.steps)
         if found is not None:
+            self.guard.resume(found.card)
             self.resumed_at = found.step
             self.pending_row = found.card.pending_row
+        return found
+
+    def _is_complete(self, found: Found) -> bool:
+        """Every step is done, and what was left is neither an evaluation nor a doubt."""
+        return found.step >= self.config.steps and self.pending_row is None and not found.card.suspect
 
     def _train(self, batches: Iterator[Batch]) -> Outcome:
         if self.pending_row is not None:
@@ -207,6 +220,8 @@ class _Loop:
             self._count(step)
         if warning is not None:
             self.telemetry.warn(warning)
+        else:
+            self._rotate_if_proven()
         self._say_if_an_epoch_ends()
         if step % self.config.eval_interval == 0 or step == self.config.steps:
             self._evaluate(row)
@@ -255,6 +270,8 @@ class _Loop:
                 scores = self.engine.evaluate(source)
             self.pending_row = row if source.interrupted else None
             if not source.interrupted:
+                if warning := self.guard.judge_evaluation(row["step"], scores):
+                    self.telemetry.warn(warning)
                 row = row | {f"eval/{name}": value for name, value in scores.items()}
                 self.ledger.eval_tokens += evaluation.num_batches * self.data.train.tokens_per_batch
                 shown = [f"{name} {scores[name]:.4g}" for name in _SHOWN_SCORES if name in scores]
@@ -280,12 +297,35 @@ class _Loop:
         with self.watchdog.doing(f"saving step {step}"), self.ledger.timing("save"):
             self._refuse_nonfinite_state(step)
             self.telemetry.sync()
+            if self.store.saving is not None:
+                self._tolerating_a_full_disk(self.store.finish)
+            self._rotate_if_proven()
             save_async = self.engine.save_async if isinstance(self.engine, SavesInBackground) else None
             start = save_async if background and save_async else self.engine.save
             self._tolerating_a_full_disk(lambda: self.store.begin(step, start, self._card(), background))
             if not background and self.store.saving is not None:
                 self._tolerating_a_full_disk(self.store.finish)
         self.ledger.write("save")
+
+    def _rotate_if_proven(self) -> None:
+        """Older checkpoints go once a finite step has followed the newest: until then its model may be lost."""
+        proof, newest = self.guard.last_finite, self.store.last_saved
+        if self.store.rotation_due and proof is not None and newest is not None and proof > newest:
+            with self.watchdog.doing("removing old checkpoints"), self.ledger.timing("save"):
+                self.store.rotate()
+
+    def _mark_suspects(self) -> None:
+        """Marks what was saved since the last finite step, and the checkpoint of that step itself where its model
+        is lost: skipped updates change nothing, so the model here is the one saved there."""
+        last = self.guard.last_finite
+        since = last if last is not None else self.resumed_at or 0
+        evaluation = self.data.evaluation
+        lost = last is None and self.resumed_at is not None
+        if evaluation is not None:
+            with self.watchdog.doing("evaluating the last checkpoint's model"):
+                first_batch = islice(evaluation.iterate(self.counters.steps), 1)
+                lost = not is_finite_evaluation(self.engine.evaluate(first_batch))
+        self.store.mark_suspect(since if lost else since + 1, f"no step after {since} was finite")
 
     def _tolerating_a_full_disk(self, work: Any) -> None:
         try:
@@ -316,6 +356,7 @@ class _Loop:
             },
             metrics=numbers,
             pending_row=None if self.pending_row is None else storable(self.pending_row),
+            suspect=self.guard.doubt(at_end=self.counters.steps >= self.config.steps),
         )
 
     def _out_of_data(self) -> Outcome:
@@ -334,18 +375,31 @@ class _Loop:
             if self.store.saving is not None:
                 self._tolerating_a_full_disk(self.store.finish)
         self._save()
+        doubt = self.guard.doubt(at_end=cause == "finished")
+        if cause == "finished" and doubt:
+            raise NonFiniteError(
+                f"the run ended at step {self.counters.steps}, but {doubt}: this is not a trained model. Change what "
+                "made it diverge (the learning rate, the data) and start it again: it resumes from the newest "
+                "checkpoint that is not suspect"
+            )
         with self.watchdog.doing("closing the store"):
+            if cause == "finished" and self.data.evaluation is not None:
+                self.store.rotate()  # the held-out loss was finite
             self.store.close()
         self.ledger.write("stop", cause)
-        self.telemetry.say(self._last_words(cause))
+        self.telemetry.say(self._last_words(cause, doubt))
         return Outcome(self.counters.steps, cause, exit_code, self.resumed_at, self.row)
 
-    def _last_words(self, cause: Cause) -> str:
+    def _last_words(self, cause: Cause, doubt: str) -> str:
         step, kept = self.counters.steps, self.store.last_saved
-        if cause == "signal":
-            return f"stopped at step {step}; run the same command again to go on from step {kept or 0}"
-        begun = "was complete already" if self.ledger.first.steps == step else "complete"
-        return f"{begun}: step {step}, in {self.store.root}"
+        if cause != "signal":
+            return f"complete: step {step}, in {self.store.root}"
+        if doubt:
+            return (
+                f"stopped at step {step}, saved as suspect ({doubt}); run the same command again to go on from the "
+                "newest checkpoint before"
+            )
+        return f"stopped at step {step}; run the same command again to go on from step {kept or 0}"
 
 
 class _Interruptible(Iterator[Batch]):

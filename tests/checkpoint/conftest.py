@@ -61,6 +61,8 @@ def save(
     store: CheckpointStore, card_of: Callable[..., Card], write: Callable[[Path], None]
 ) -> Callable[..., Path]:
     def one(step: int, **more: Any) -> Path:
-        return store.save(step, write, card_of(step, **more))
+        path = store.save(step, write, card_of(step, **more))
+        store.rotate()
+        return path
 
     return one

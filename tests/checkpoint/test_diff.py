@@ -137,7 +137,7 @@ def test_needs_no_torch(tmp_path: Path) -> None:
     import sys
 
     program = (
-        "import calm_scale.checkpoint.diff, calm_scale.checkpoint.inventory, calm_scale.checkpoint.status, "
+        "import calm_scale.checkpoint.diff, calm_scale.checkpoint.judge, calm_scale.checkpoint.status, "
         "calm_scale.checkpoint.targets, sys; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

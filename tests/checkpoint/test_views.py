@@ -10,7 +10,7 @@ import pytest
 from calm_scale.accounting.ledger import Event, append
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import NoSuchCheckpointError
-from calm_scale.checkpoint.inventory import find, inventory, verify
+from calm_scale.checkpoint.judge import find, inventory, verify
 from calm_scale.checkpoint.retention import superfluous
 from calm_scale.checkpoint.status import stage_status
 from calm_scale.checkpoint.store import CheckpointStore

@@ -18,7 +18,7 @@ from calm_scale.checkpoint.errors import (
     NothingToResumeError,
     ResumeRefusedError,
 )
-from calm_scale.checkpoint.inventory import inventory
+from calm_scale.checkpoint.judge import inventory
 from calm_scale.runtime.metrics import highest_step, next_attempt, read_metrics
 from calm_scale.runtime.world import World
 from calm_scale.training.nonfinite import NonFiniteError
@@ -256,12 +256,13 @@ def test_a_record_that_cannot_be_written_ends_no_training(
 
 
 def test_a_damaged_ledger_blocks_no_training(
-    unbroken: Path, tiny: ModuleType, solo: World, capsys: Any
+    tiny: ModuleType, tmp_path: Path, solo: World, capsys: Any
 ) -> None:
-    book = unbroken / "ledger.jsonl"
-    number = next_attempt(unbroken / "metrics.jsonl")
+    tiny.run(tmp_path, {"stop_after": 2}, solo)
+    book = tmp_path / "ledger.jsonl"
+    number = next_attempt(tmp_path / "metrics.jsonl")
     book.write_text('{"time":0}\n{"half\n[]\n')
-    tiny.run(unbroken, {}, solo)
+    tiny.run(tmp_path, {"stop_after": 3}, solo)
     assert f"{book}: 3 unreadable lines (1, 2, 3)" in capsys.readouterr().err
     assert {event.attempt for event in ledger.history(book).events} == {number} != {0}
 

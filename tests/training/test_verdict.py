@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from calm_scale.checkpoint.inventory import inventory
+from calm_scale.checkpoint.judge import inventory
 
 SHARD = "shards/rank_1.safetensors"
 DAMAGE: dict[str, Callable[[Path], object]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calm_scale.accounting import ledger
-from calm_scale.checkpoint.inventory import find
+from calm_scale.checkpoint.judge import find
 from calm_scale.evaluation.evaluate import EvaluationResult
 from calm_scale.evaluation.report import load as load_evaluation
 from calm_scale.runtime.metrics import Row, read_metrics
