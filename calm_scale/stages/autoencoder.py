@@ -89,7 +89,7 @@ def _draw_latents(config: RunConfig, engine: DeepSpeedEngine) -> None:
 
 def _is_exported(config: RunConfig, outcome: Outcome) -> bool:
     """A run that was complete before has its export already, unless it was stopped in between."""
-    from calm_scale.autoencoder.export import ExportError, read_card
+    from calm_scale.autoencoder.card import ExportError, read_card
 
     if outcome.resumed_at != outcome.step:
         return False
