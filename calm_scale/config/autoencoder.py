@@ -72,3 +72,9 @@ class AutoencoderStage(Section):
     zero: ZeroConfig = ZeroConfig()
     split: Literal["train", "autoencoder"] = "train"
     evaluation_noise: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+
+    @model_validator(mode="after")
+    def _batch_fits(self) -> AutoencoderStage:
+        if self.zero.data is not None:
+            self.training.accumulation(self.zero.data)
+        return self

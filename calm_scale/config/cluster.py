@@ -186,7 +186,7 @@ class ClusterConfig(Section):
     modules: tuple[Line, ...] = ()
     setup: tuple[Line, ...] = ()
     container: ContainerConfig | None = None
-    environment: dict[str, Annotated[Line, BeforeValidator(_plain_number)]] = Field(default_factory=dict)
+    environment: dict[str, Annotated[LinePath, BeforeValidator(_plain_number)]] = Field(default_factory=dict)
     network_interface: Line | None = None
     mpi: Literal["pmix", "mpirun"] = "pmix"
     mpirun_options: tuple[Line, ...] = ()

@@ -32,6 +32,11 @@ class BackboneConfig(Section):
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
             )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} / num_heads {self.num_heads} gives heads of width {self.head_dim}: "
+                "rotary embeddings turn pairs of numbers, so it must be even"
+            )
         if self.num_heads % self.query_groups:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of query groups {self.query_groups}"

@@ -78,6 +78,8 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"pipeline_layout lists {len(self.pipeline_layout)} stages, pipeline × virtual_pipeline is {chunks}"
             )
+        if isinstance(self.pipeline_layout, tuple) and min(self.pipeline_layout) < 1:
+            raise ValueError(f"pipeline_layout {list(self.pipeline_layout)} leaves a stage without a layer")
         return self
 
     @property

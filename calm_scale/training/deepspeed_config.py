@@ -18,7 +18,7 @@ def deepspeed_config(stage: AutoencoderStage, world_size: int, num_parameters: i
     allocates them in full. At stage 0 clipping is done by our optimizer (see ``GuardedAdamW``).
     """
     training, zero = stage.training, stage.zero
-    bucket = min(_MAX_BUCKET, max(1, num_parameters))
+    bucket = min(_MAX_BUCKET, num_parameters + num_parameters % 2)  # DeepSpeed's buckets begin at even places
     optimization: dict[str, Any] = {
         "stage": zero.stage,
         "reduce_bucket_size": bucket,
