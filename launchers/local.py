@@ -41,6 +41,7 @@ def launch(
     grace: float | None = None,
     end_others_within: float = 15.0,
     retries_on_taken_port: int = 2,
+    ends_process: bool = False,
 ) -> int:
     """Run ``argv`` as ``nproc`` ranks and return one exit code.
 
@@ -51,6 +52,8 @@ def launch(
         grace: seconds between a forwarded TERM or INT and the kill; None waits as long as the ranks need.
         end_others_within: seconds that the other ranks get once one has failed.
         retries_on_taken_port: fresh starts with another port when rank 0 finds its port taken.
+        ends_process: this process ends with the launch. Once the ranks are gone, the signals that were handed on are
+            ignored instead of given back: a late one must not replace the exit code.
 
     Returns:
         0 when all ranks returned 0; 75 when they saved and want a requeue; else the first failing rank's code
@@ -66,7 +69,7 @@ def launch(
     source = dict(os.environ if env is None else env)
     logs = _Logs(log_dir)
     for _ in range(retries_on_taken_port + 1):
-        verdict = _World(argv, nproc, source, logs.path, grace, end_others_within).run()
+        verdict = _World(argv, nproc, source, logs.path, grace, end_others_within, ends_process).run()
         if not verdict.port_was_taken:
             break
     if verdict.failed:
@@ -108,7 +111,9 @@ class _World:
         logs: Path,
         grace: float | None,
         end_others_within: float,
+        ends_process: bool,
     ) -> None:
+        self._ends_process = ends_process
         self._argv, self._nproc, self._source, self._logs = argv, nproc, source, logs
         self._grace, self._end_others_within = grace, end_others_within
         self._ranks: list[RankProcess] = []
@@ -125,7 +130,8 @@ class _World:
                 for rank in self._ranks:
                     rank.kill_group()
         verdict = Verdict.of(self._first, self._ranks)
-        if self._told is None or verdict.code != 128 + self._told:
+        saved = any(rank.code == EXIT_REQUEUE for rank in self._ranks)
+        if saved or self._told is None or verdict.code != 128 + self._told:
             return verdict
         sys.stderr.write(f"ended by {self._told.name} as asked, before the ranks had anything to save\n")
         return Verdict(verdict.code)
@@ -168,7 +174,7 @@ class _World:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         # A closed terminal is a request to stop; the ranks know TERM for that.
@@ -214,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log_dir=options.log_dir,
             grace=options.grace,
             end_others_within=options.end_others_within,
+            ends_process=True,
         )
     except LaunchError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -82,8 +82,18 @@ def command(argv: Sequence[str], hosts: Sequence[Host], env: Mapping[str, str]) 
     return [*line, *argv]
 
 
-def launch(argv: Sequence[str], hosts: Sequence[Host], env: Mapping[str, str] | None = None) -> int:
-    """Run a command on every slot, hand signals on, wait; mpirun's exit code (75 passes through).
+def launch(
+    argv: Sequence[str],
+    hosts: Sequence[Host],
+    env: Mapping[str, str] | None = None,
+    *,
+    ends_process: bool = False,
+) -> int:
+    """Run a command on every slot, hand signals on (TERM and INT as USR1) and wait.
+
+    Returns mpirun's exit code (75 passes through).
+
+    ``ends_process``: see ``launchers.local.launch``.
 
     Raises:
         LaunchError: no hosts, or no mpirun.
@@ -100,17 +110,33 @@ def launch(argv: Sequence[str], hosts: Sequence[Host], env: Mapping[str, str] | 
         if one_machine:
             clean.setdefault(ALLOW_LOOPBACK, "1")
         process = subprocess.Popen(command(argv, hosts, clean), env=clean, process_group=0)
-        before = {
-            number: signal.signal(number, lambda got, _frame: process.send_signal(got))
-            for number in _FORWARDED
-        }
+        hand_on = _HandsOn(process)
+        before = {number: signal.signal(number, hand_on) for number in _FORWARDED}
         try:
             code = process.wait()
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if ends_process else handler)
     return code if code >= 0 else 128 - code
 
+
+class _HandsOn:
+    """Signals for mpirun. It passes USR1 on, but takes TERM and INT as an order to kill the ranks, in the middle of a
+    save too; so USR1 stands for them. A third INT is handed on as it is."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._interrupts = 0
+
+    def __call__(self, number: int, _frame: object) -> None:
+        self._interrupts += number == signal.SIGINT
+        insists = number == signal.SIGINT and self._interrupts >= _INSISTENT
+        stop = number in (signal.SIGTERM, signal.SIGINT)
+        self._process.send_signal(signal.SIGUSR1 if stop and not insists else number)
+
+
+_INSISTENT = 3
+"""That many Ctrl-C end the ranks without a checkpoint."""
 
 _STALE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", MARK)
 
@@ -125,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not argv:
         parser.error("no command given")
     try:
-        return launch(argv, parse_hosts(options.hosts))
+        return launch(argv, parse_hosts(options.hosts), ends_process=True)
     except LaunchError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

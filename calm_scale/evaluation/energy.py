@@ -18,6 +18,7 @@ import torch
 from calm_scale.config.base import ConfigError
 from calm_scale.evaluation.brier import EvaluationError
 from calm_scale.lm.energy_score import energy_score
+from calm_scale.runtime.finite import require_finite
 from calm_scale.runtime.noise import PositionNoise, stream_seed
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def score_texts(
                 each = _energy(model, hidden, patches, num_samples, num_posterior, alpha, seed)
             else:
                 each = -model.log_probs(hidden).gather(-1, tokens[:, first:, None])
-        mean = float(each.double().mean())
+        mean = float(require_finite(each.double(), "scores").mean())
         scored = num_patches - first
         scores.append(
             TextScore("energy" if energy else "cross-entropy", mean, mean / k, scored, len(ids) - scored * k)

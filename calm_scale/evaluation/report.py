@@ -62,7 +62,7 @@ def save_exact(score: ExactScore, protocol: Mapping[str, Any], path: Path) -> No
 
 def _write(document: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(document, indent=1) + "\n")
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def load(path: Path) -> EvaluationResult:

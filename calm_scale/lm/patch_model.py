@@ -19,6 +19,7 @@ from calm_scale.lm.positions import gather_all, owned_positions
 from calm_scale.lm.sharded import read_weights
 from calm_scale.lm.targets import LatentCodec, input_latents
 from calm_scale.lm.vocabulary import VocabularyOutput
+from calm_scale.runtime.finite import require_finite
 from calm_scale.runtime.megatron import Layout, Precision, Ranks, initialize
 
 
@@ -90,7 +91,7 @@ class MegatronPatchModel:
         """See ``PatchModel``."""
         tokens = tokens.to(self.device)
         out: torch.Tensor = self._model(tokens, input_latents(self._model, self._codec, tokens))
-        return out
+        return require_finite(out, "hidden states")
 
     @torch.no_grad()
     def draw(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
@@ -109,7 +110,7 @@ class MegatronPatchModel:
         head = self._model.head
         if not isinstance(head, GenerativeHead):
             raise ConfigError("the autoregressive baseline has no latents")
-        return head.sample(hidden.to(self.device), num_samples, generator)
+        return require_finite(head.sample(hidden.to(self.device), num_samples, generator), "latents")
 
     @torch.no_grad()
     def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,8 @@ class MegatronPatchModel:
     @torch.no_grad()
     def encode(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The frozen encoder's posterior (mean, log σ) [..., l] of patches [..., K]."""
-        return self._autoencoder().encode(tokens.to(self.device))
+        mean, log_std = self._autoencoder().encode(tokens.to(self.device))
+        return require_finite(mean, "posterior means"), require_finite(log_std, "posterior deviations")
 
     @torch.no_grad()
     def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -135,7 +137,8 @@ class MegatronPatchModel:
         if not isinstance(head, VocabularyOutput):
             raise ConfigError("only the autoregressive baseline knows the probability of a token")
         logits = head.whole(hidden.to(self.device).reshape(-1, 1, hidden.shape[-1]))[:, 0]
-        return torch.log_softmax(logits, dim=-1).view(*hidden.shape[:-1], self.vocab_size)
+        law = require_finite(torch.log_softmax(logits, dim=-1), "log-probabilities")
+        return law.view(*hidden.shape[:-1], self.vocab_size)
 
     def begin(self, batch_size: int, max_patches: int) -> CachedPrefix:
         """See ``PatchModel``."""
@@ -165,7 +168,8 @@ class MegatronPatchModel:
         tokens = patches.to(self.device).flatten(1)
         latents = input_latents(self._model, self._codec, tokens)
         with attached(self._attentions, state.caches):
-            return self._model.continue_from(state.length, tokens, latents)[:, -1]
+            last = self._model.continue_from(state.length, tokens, latents)[:, -1]
+        return require_finite(last, "hidden states")
 
     def _autoencoder(self) -> LatentCodec:
         if self._codec is None:

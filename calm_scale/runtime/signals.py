@@ -5,6 +5,7 @@ Install this before the heavy imports: until then a signal ends the process. Imp
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import signal
 from types import FrameType, TracebackType
@@ -15,11 +16,18 @@ IMPATIENT = 3
 """That many Ctrl-C end the process without a checkpoint."""
 
 
+def ignore_stop_signals() -> None:
+    """For a process that has nothing left to do but to end: its exit code stands."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopSignals:
     """Remembers the first stop signal. Later ones change nothing, except a third Ctrl-C.
 
     Use as a context manager, or call ``install`` and ``restore``. Installing again (after a library put its own
-    handlers there) is fine.
+    handlers there) is fine. Without ``restore`` they stay until the process is gone: Python gives signals their
+    default effect back while it shuts down, so a second SIGTERM would turn exit code 75 into 143.
     """
 
     def __init__(self) -> None:
@@ -38,10 +46,13 @@ class StopSignals:
             before = signal.signal(number, self._handle)
             if before != self._handle:
                 self._before.setdefault(number, before)
+        atexit.unregister(ignore_stop_signals)
+        atexit.register(ignore_stop_signals)
         return self
 
     def restore(self) -> None:
         """Gives the signals back to whoever had them."""
+        atexit.unregister(ignore_stop_signals)
         for number, handler in self._before.items():
             with contextlib.suppress(ValueError, TypeError):
                 signal.signal(number, handler)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.world import World, init_world
 from calm_scale.stages.launch import autoencoder_section
@@ -120,8 +121,6 @@ def _export(
             steps=outcome.step,
             consumed_samples=samples,
             consumed_tokens=samples * train.tokens_per_sample,
-            metrics={
-                k: v for k, v in outcome.last_row.items() if k.startswith("eval/") and isinstance(v, float)
-            },
+            metrics={k: v for k, v in finite_floats(outcome.last_row).items() if k.startswith("eval/")},
         )
     world.barrier()

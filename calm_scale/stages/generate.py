@@ -96,7 +96,7 @@ def _write_lines(done: Generation, texts: Sequence[str], out: Path | None) -> No
         {"prompt": texts[completion.index], **dataclasses.asdict(completion)}
         for completion in done.completions
     ]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     if out is None:
         sys.stdout.write(lines)
     else:

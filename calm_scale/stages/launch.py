@@ -59,7 +59,7 @@ def spawn_if_needed(num_ranks: int) -> int | None:
     alone = me.launcher == "none" or (me.launcher == "slurm" and me.world_size == 1)
     if num_ranks == 1 or not alone:
         return None
-    return launch(this_program(*sys.argv[1:]), num_ranks)
+    return launch(this_program(*sys.argv[1:]), num_ranks, ends_process=True)
 
 
 def this_program(*arguments: str) -> list[str]:

@@ -50,7 +50,7 @@ def run_scoring(
         scores = iter(score_texts(opened.model, fitting, seed=config.seed))
         for text, tokens, why in zip(wanted, ids, reasons, strict=True) if world.is_first else ():
             row = asdict(next(scores)) if why is None else _unscored(len(tokens), why)
-            sys.stdout.write(json.dumps({"text": text, **row}, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps({"text": text, **row}, ensure_ascii=False, allow_nan=False) + "\n")
         return EXIT_OK
     finally:
         world.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from calm_scale.checkpoint.errors import DiskFullError, ResumeRefusedError
 from calm_scale.checkpoint.store import CheckpointStore, Found
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
 from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.metrics import storable
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
@@ -344,7 +344,6 @@ class _Loop:
     def _card(self) -> Card:
         optimizer = self.config.optimizer
         lr = learning_rate(optimizer, self.counters.steps, self.config.steps) if self.counters.steps else 0.0
-        numbers = {k: v for k, v in self.row.items() if isinstance(v, float) and math.isfinite(v)}
         return Card.of(
             self.identity,
             created=time.time(),
@@ -354,7 +353,7 @@ class _Loop:
                 "scheme": "keyed by seed, step, sample and position; no state",
                 "seed": self.identity.config.get("seed"),
             },
-            metrics=numbers,
+            metrics=finite_floats(self.row),
             pending_row=None if self.pending_row is None else storable(self.pending_row),
             suspect=self.guard.doubt(at_end=self.counters.steps >= self.config.steps),
         )

@@ -112,6 +112,42 @@ def test_ranks_that_end_at_once_when_told_are_no_failure_to_report(program: Path
     assert "failed first" not in said
 
 
+SAVING = """
+import os, signal, sys, time
+from calm_scale.runtime.signals import StopSignals
+stop = StopSignals().install()
+class Leaving:
+    def __del__(self, sleep=time.sleep, write=os.write):
+        write(2, b"leaving\\n")
+        sleep(0.6)
+kept = Leaving()
+sys.stderr.write("ready\\n")
+while not stop.received:
+    time.sleep(0.01)
+time.sleep(0.4 * int(os.environ["RANK"]))
+os.write(2, b"saved\\n")
+sys.exit(75)
+"""
+
+
+def test_a_signal_every_moment_until_the_end_leaves_the_exit_code(tmp_path: Path) -> None:
+    """Python shuts down slowly where a large library is loaded; signals then hit ranks and launcher as they leave."""
+    program = tmp_path / "rank.py"
+    program.write_text(SAVING)
+    command = [sys.executable, "-m", "launchers.local", "--nproc", "2", "--log-dir", str(tmp_path), "--"]
+    process = subprocess.Popen([*command, sys.executable, str(program)], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while "ready" not in process.stderr.readline():
+        assert process.poll() is None
+    wait_for(lambda: "ready" in (tmp_path / "rank_0001.log").read_text())
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    said = process.stderr.read()
+    assert process.returncode == 75, said
+    assert "leaving" in said and "before the ranks had anything to save" not in said
+
+
 def test_first_failing_rank_is_named_with_its_last_lines(program: Path) -> None:
     process = start(program, "crash", options=("--end-others-within", "1"))
     _, said = process.communicate(timeout=10)

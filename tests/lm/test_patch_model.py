@@ -19,6 +19,7 @@ from calm_scale.lm.build import build_models
 from calm_scale.lm.patch_model import MegatronPatchModel, inference_layout, load_patch_model
 from calm_scale.lm.pieces import pieces_of
 from calm_scale.lm.sharded import CheckpointMismatchError
+from calm_scale.runtime.finite import ModelOutputError
 
 
 class Codec(FixedCodec):
@@ -188,3 +189,22 @@ def test_a_bf16_checkpoint_is_read_in_fp32_on_a_cpu(reports: Any, world: Any) ->
 def test_another_model_is_not_loaded(reports: Any, world: Any) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"head\.linear"):
         load_patch_model(run_of(head={"kind": "softmax"}), reports.out / "half_one", world, None)
+
+
+@pytest.mark.parametrize("head", ["energy", "softmax"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_never_leave_the_model(head: str, value: float, world: Any) -> None:
+    model = make(world, run_of(head={"kind": "softmax"}) if head == "softmax" else run_of())
+    tokens = tokens_of(model, 1, 4)
+    good = model.hidden(tokens)
+    with torch.no_grad():
+        next(p for name, p in model._model.named_parameters() if "final_layernorm" in name).fill_(value)
+    with pytest.raises(ModelOutputError, match=r"the model's output is not finite: .* of its hidden states"):
+        model.hidden(tokens)
+    with pytest.raises(ModelOutputError, match="hidden states"):
+        model.advance(model.begin(1, 4), tokens.view(1, 4, -1))
+    with torch.no_grad():
+        for parameter in model._model.head.parameters():
+            parameter.fill_(value)
+    with pytest.raises(ModelOutputError, match="latents" if head == "energy" else "log-probabilities"):
+        model.draw(good[:, -1], 2, torch.Generator().manual_seed(0))

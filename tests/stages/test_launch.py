@@ -19,7 +19,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for name in CLEAN:
         monkeypatch.delenv(name, raising=False)
     ranks: list[int] = []
-    monkeypatch.setattr(stage_launch, "launch", lambda argv, nproc: ranks.append(nproc) or 0)
+    monkeypatch.setattr(stage_launch, "launch", lambda argv, nproc, **_: ranks.append(nproc) or 0)
     return ranks
 
 

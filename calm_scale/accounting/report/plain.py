@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
-from calm_scale.accounting.report.document import Document, Table, text_of
+from calm_scale.accounting.report.document import Cell, Document, Table, text_of
 
 
 def to_markdown(document: Document) -> str:
@@ -58,11 +59,16 @@ def _markdown_row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
+def _json_cell(cell: Cell) -> Cell:
+    """JSON has no NaN and no infinity: such a number is not available."""
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+
+
 def _json_table(table: Table) -> dict[str, Any]:
     keys = [column.key for column in table.columns]
     return {
         "title": table.title,
         "columns": [{"key": c.key, "heading": c.heading, "kind": c.kind} for c in table.columns],
-        "rows": [dict(zip(keys, row, strict=True)) for row in table.rows],
+        "rows": [dict(zip(keys, map(_json_cell, row), strict=True)) for row in table.rows],
         "note": table.note,
     }

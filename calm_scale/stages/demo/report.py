@@ -32,7 +32,9 @@ def write_report(
     """Write report.html and summary.json, print the summary table."""
     totals = run_totals(config)
     results = read_results(folder, totals.lm + totals.autoencoder, layouts)
-    folder.summary.write_text(json.dumps(results.document(seconds), indent=2) + "\n", encoding="utf-8")
+    folder.summary.write_text(
+        json.dumps(results.document(seconds), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
     folder.report.write_text(_page(folder, config, results, seconds, commands), encoding="utf-8")
     console.print(_table(folder, results, seconds))
 
