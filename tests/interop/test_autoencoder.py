@@ -108,7 +108,7 @@ def test_weights_that_contradict_their_config_are_refused(model, tmp_path, name,
     [
         ({"vocab_size": 2**31 - 1}, r"its config.json makes it \[2147483647, 8\]"),
         ({"hidden_size": 10**12}, "no memory could hold|makes it"),
-        ({"hidden_size": 10**30}, "no memory could hold"),
+        ({"hidden_size": 10**30}, r"hidden_size: should be less than 9223372036854775808"),
         ({"num_encoder_layers": 10**9}, r"1,000,000,002 layers, its weights are 28 tensors"),
     ],
 )
