@@ -40,7 +40,10 @@ def ls(
 @group.command(epilog="Example: calm-scale ckpt newest runs/calm-xl/lm/checkpoints")
 def newest(
     checkpoints: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINTS", help="A stage's folder, or its checkpoints folder.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINTS", help="A stage's folder, or its checkpoints folder.", parser=user_path
+        ),
     ],
 ) -> None:
     """Print the newest step that a training would resume unasked, by names and sizes; -1 without any."""

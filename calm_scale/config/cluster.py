@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from calm_scale.config.base import Section
-from calm_scale.config.values import PathText
+from calm_scale.config.values import NodePathText, PathText
 
 _TIME = re.compile(r"(?i)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -108,6 +108,7 @@ def _owned(word: str) -> str | None:
 
 Line = Annotated[str, AfterValidator(_one_line)]
 LinePath = Annotated[PathText, AfterValidator(_one_line)]
+VariableValue = Annotated[NodePathText, BeforeValidator(_plain_number), AfterValidator(_one_line)]
 Directive = Annotated[Line, AfterValidator(_directive)]
 TimeLimit = Annotated[str, BeforeValidator(_plain_number), AfterValidator(_time)]
 
@@ -186,7 +187,7 @@ class ClusterConfig(Section):
     modules: tuple[Line, ...] = ()
     setup: tuple[Line, ...] = ()
     container: ContainerConfig | None = None
-    environment: dict[str, Annotated[LinePath, BeforeValidator(_plain_number)]] = Field(default_factory=dict)
+    environment: dict[str, VariableValue] = Field(default_factory=dict)
     network_interface: Line | None = None
     mpi: Literal["pmix", "mpirun"] = "pmix"
     mpirun_options: tuple[Line, ...] = ()

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from calm_scale.config.base import Section
-from calm_scale.config.values import PathText
+from calm_scale.config.values import NodePathText, PathText
 
 SPLITS = ("train", "autoencoder", "heldout")
 """What `prep` divides the documents into; each is a folder of its own."""
@@ -84,7 +84,7 @@ class ReadingConfig(Section):
     4 GB a rank (some seconds).
     """
 
-    stage_to: PathText | None = None
+    stage_to: NodePathText | None = None
     check: Literal["auto", "headers", "full"] = "auto"
 
 

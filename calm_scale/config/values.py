@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import AfterValidator
 
 _LARGEST = 2**63
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def as_written(annotation: Any, value: Any) -> Any:
@@ -34,7 +36,7 @@ def as_written(annotation: Any, value: Any) -> Any:
     if kinds & {int, float} and not isinstance(value, dict):
         return _number(value, kinds)
     if Path in kinds and isinstance(value, str | Path):
-        return expand_user(os.fspath(value))
+        return written_out(os.fspath(value))
     return value
 
 
@@ -53,8 +55,22 @@ def expand_user(path: str) -> str:
         raise ValueError(f"{user} names no home directory on this machine; write the path out") from None
 
 
-PathText = Annotated[str, AfterValidator(expand_user)]
-"""A text that names a file or a folder (a glob, a place on another node): ``~`` means the same as in a ``Path``."""
+def written_out(path: str) -> str:
+    """As :func:`expand_user`; a variable, which nothing would put a value for, is refused.
+
+    Raises:
+        ValueError: it names a variable, or this machine does not know the user.
+    """
+    if found := _VARIABLE.search(path):
+        raise ValueError(f"{found.group()} is a variable, which is not expanded here; write the path out")
+    return expand_user(path)
+
+
+PathText = Annotated[str, AfterValidator(written_out)]
+"""A text that names a file or a folder (a glob, a place on another node), read like a ``Path``."""
+
+NodePathText = Annotated[str, AfterValidator(expand_user)]
+"""A text in which a node expands variables, or which is meant literally; ``~`` means the same as in a ``Path``."""
 
 
 def _item_of(annotation: Any) -> Any:

@@ -174,14 +174,21 @@ def test_home_is_expanded_wherever_a_path_is_written(
     assert str(load(run, ["workdir=./~/x"]).workdir) == "~/x"
     with pytest.raises(ConfigError, match="`workdir`: ~nosuchuser names no home directory"):
         load(run, ["workdir=~nosuchuser/x"])
+    with pytest.raises(ConfigError, match=r"`data`: \$SCRATCH is a variable, which is not expanded here"):
+        load(run, ["data=$SCRATCH/x"])
+    with pytest.raises(ConfigError, match=r"paths.0`: \$\{SCRATCH\} is a variable"):
+        load(run, ["prep.sources.0.paths=${SCRATCH}/*.jsonl"])
+    assert load(run, ["reading.stage_to=$TMPDIR/x"]).reading.stage_to == "$TMPDIR/x", "each node has its own"
     profile = {
         "cpus_per_node": 1,
         "python": "~/python",
+        "environment": {"HF_HOME": "~/hf", "OWN": "$HOME"},
         "container": {"runtime": "apptainer", "image": "~/i.sif", "mounts": "~/m:/m"},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(profile))
     cluster = load_as(ClusterConfig, tmp_path / "c.yaml")
     assert cluster.container is not None
+    assert cluster.environment == {"HF_HOME": f"{home}/hf", "OWN": "$HOME"}
     written_out = (cluster.python, cluster.container.image, cluster.container.mounts[0])
     assert written_out == (f"{home}/python", f"{home}/i.sif", f"{home}/m:/m")
     (tmp_path / "home").mkdir()
