@@ -1,6 +1,6 @@
 """A thin stand-in for CUDA, installed only on a machine without a GPU, so that Megatron-core trains on CPU ranks.
 
-Megatron-core names the device ``cuda`` in a few constructors, asks which device is current, moves tensors with
+Megatron-core names the device ``cuda`` in a few constructors, asks which device and stream are current, moves tensors with
 ``.cuda()`` and recognises parameters by the string ``torch.cuda.FloatTensor``. The stand-in redirects exactly these.
 Plain function replacement is used instead of a ``TorchFunctionMode``: a mode would pass *every* torch call
 through Python, which costs a small model a tenth of its step.
@@ -43,6 +43,7 @@ def install() -> bool:
     for name in _NO_OPS:
         setattr(torch.cuda, name, _no_op(name))
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[assignment]
     torch.cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
