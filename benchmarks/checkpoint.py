@@ -1,7 +1,7 @@
 """How fast a checkpoint is saved and loaded, and how long training stands still for it.
 
 The language model's engine on two gloo ranks (TP 2), as it is used: every rank writes and reads its own shards. In one
-run, alternating, the best of several rounds each:
+run, alternating, several rounds each (seconds: the best; ratios: the median of the rounds):
 
 - ``torch.save`` and ``torch.load`` of the same bytes (parameters and Adam moments of all ranks) as one plain file by
   one process. Its save is timed with the fsync that makes it durable, because ours ends on the disk too; without it:
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _measure import ratio_text, ratios
 
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.checkpoint.card import Card, Counters
@@ -59,22 +60,21 @@ def main() -> int:
     engine = build(run, world)
     engine.train_step(batch(run, 1), 1e-4)
     scratch = world.broadcast_object(tempfile.mkdtemp(prefix="calm-checkpoint-", dir=options.folder))
-    numbers = measure(engine, run, world, Path(scratch), options.rounds)
+    figures = measure(engine, run, world, Path(scratch), options.rounds)
     if world.is_first:
         shutil.rmtree(scratch)
-        for name, value in numbers.items():
-            print(f"{name}: {value:.4g}", flush=True)
+        print("\n".join(figures), flush=True)
     world.barrier()
     world.close()
     return 0
 
 
-def measure(engine: Any, run: RunConfig, world: World, scratch: Path, rounds: int) -> dict[str, float]:
+def measure(engine: Any, run: RunConfig, world: World, scratch: Path, rounds: int) -> list[str]:
     plain = scratch / "plain.pt"
     state = whole_state(engine, world)
     store = CheckpointStore(scratch / "checkpoints", world, CheckpointConfig(keep_last=1))
     counter = iter(range(1, 1000))
-    best: dict[str, float] = {}
+    spent: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], object], *, first_only: bool = False) -> None:
         gc.collect()
@@ -84,7 +84,7 @@ def measure(engine: Any, run: RunConfig, world: World, scratch: Path, rounds: in
             work()
         if not first_only:
             world.barrier()
-        best[name] = min(best.get(name, float("inf")), time.perf_counter() - start)
+        spent.setdefault(name, []).append(time.perf_counter() - start)
         world.barrier()
 
     def save_ours() -> None:
@@ -110,18 +110,21 @@ def measure(engine: Any, run: RunConfig, world: World, scratch: Path, rounds: in
     state.clear()
     stalls = [stall(engine, run, store, world, next(counter)) for _ in range(rounds)]
     store.close()
-    return {
-        "ranks": world.world_size,
+    held = [stalled for stalled, _, _ in stalls]
+    seconds = {
+        "ranks": float(world.world_size),
         "state_megabytes": size / 1e6,
-        **best,
-        "save_vs_torch": best["torch_save_s"] / best["save_s"],
-        "save_vs_torch_cached": best["torch_save_cached_s"] / best["save_s"],
-        "load_vs_torch": best["torch_load_s"] / best["load_s"],
-        "async_stall_s": min(held for held, _, _ in stalls),
-        "async_stall_vs_sync": min(held for held, _, _ in stalls) / best["save_s"],
+        **{name: min(of_rounds) for name, of_rounds in spent.items()},
+        "async_stall_s": min(held),
         "step_s": min(alone for _, alone, _ in stalls),
         "step_while_saving_s": min(beside for *_, beside in stalls),
     }
+    return [f"{name}: {value:.4g}" for name, value in seconds.items()] + [
+        ratio_text("save_vs_torch", ratios(spent["torch_save_s"], spent["save_s"])),
+        ratio_text("save_vs_torch_cached", ratios(spent["torch_save_cached_s"], spent["save_s"])),
+        ratio_text("load_vs_torch", ratios(spent["torch_load_s"], spent["load_s"])),
+        ratio_text("async_stall_vs_sync", ratios(held, spent["save_s"])),
+    ]
 
 
 def stall(

@@ -9,8 +9,8 @@
   same ``generate``, at T = 1 and with Algorithm 2 at N = 100. Weights are random: speed does not depend on them, but
   the ratio depends on the sizes, which are printed.
 
-The two sides of a figure take turns, and the figure is the ratio of their best times: other load on the machine only
-ever adds.
+The two sides of a figure take turns, and the figure is the median of the ratios of the rounds. Rounds that differ too
+much give no figure but "too noisy".
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from _measure import ratios, say_ratio, seconds_by_round
 
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import RunConfig
@@ -47,18 +47,6 @@ class Letters:
 
     def decode(self, ids: list[int]) -> str:
         return ""
-
-
-def take_turns(sides: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Best seconds of each side; the sides alternate, after one untimed call each."""
-    times: list[list[float]] = [[] for _ in sides]
-    for number in range(rounds + 1):
-        for side, spent in zip(sides, times, strict=True):
-            started = time.perf_counter()
-            side()
-            if number:
-                spent.append(time.perf_counter() - started)
-    return [min(t) for t in times]
 
 
 def times(count: int, call: Callable[[], object]) -> Callable[[], None]:
@@ -97,12 +85,12 @@ def algorithm2(rounds: int) -> None:
     def by_counter() -> None:
         counter_form(candidates, 2)
 
-    ours, theirs = take_turns([times(100, vectorised), times(10, by_counter)], rounds)
-    ours, theirs = ours / 100, theirs / 10
-    ours_cold, theirs_cold = take_turns([vectorised, by_counter], 10 * rounds)
-    print(f"  Counter form {1e3 * theirs:.2f} ms, vectorised {1e3 * ours:.2f} ms")
-    print(f"algorithm2_speedup: {theirs / ours:.1f}")
-    print(f"algorithm2_speedup_cold: {theirs_cold / ours_cold:.1f}")
+    loops = seconds_by_round({"ours": times(100, vectorised), "theirs": times(10, by_counter)}, rounds)
+    ours, theirs = ([t / calls for t in loops[side]] for side, calls in (("ours", 100), ("theirs", 10)))
+    cold = seconds_by_round({"ours": vectorised, "theirs": by_counter}, 10 * rounds)
+    print(f"  Counter form {1e3 * min(theirs):.2f} ms, vectorised {1e3 * min(ours):.2f} ms")
+    say_ratio("algorithm2_speedup", ratios(theirs, ours), 1)
+    say_ratio("algorithm2_speedup_cold", ratios(cold["theirs"], cold["ours"]), 1)
 
 
 def build(kind: str) -> MegatronPatchModel:
@@ -145,9 +133,10 @@ def cached_step(model: MegatronPatchModel, rounds: int) -> None:
 
         return step
 
-    short, long = take_turns([at(128), at(1024)], rounds)
-    print(f"  a patch at 128 patches of context {1e3 * short:.2f} ms, at 1024 {1e3 * long:.2f} ms")
-    print(f"cached_step_growth: {long / short:.2f}")
+    spent = seconds_by_round({"short": at(128), "long": at(1024)}, rounds)
+    short, long = spent["short"], spent["long"]
+    print(f"  a patch at 128 patches of context {1e3 * min(short):.2f} ms, at 1024 {1e3 * min(long):.2f} ms")
+    say_ratio("cached_step_growth", ratios(long, short))
 
 
 def against_baseline(
@@ -171,14 +160,14 @@ def against_baseline(
         "CALM T=1": side("CALM T=1", calm),
         "CALM N=100": side("CALM N=100", calm, algorithm="batch", temperature=1 / 3, num_candidates=100),
     }
-    spent = dict(zip(sides, take_turns(list(sides.values()), rounds), strict=True))
-    tokens = {name: runs[name].num_new_tokens / spent[name] for name in sides}
+    spent = seconds_by_round(sides, rounds)
+    tokens = {name: [runs[name].num_new_tokens / seconds for seconds in spent[name]] for name in sides}
     for name, result in runs.items():
         share = {k: v / result.total_seconds for k, v in sorted(result.seconds.items())}
         split = ", ".join(f"{k} {v:.0%}" for k, v in share.items() if v >= 0.005)
-        print(f"  {name}: {tokens[name]:.1f} tokens/s ({split})")
-    print(f"calm_vs_ar_t1: {tokens['CALM T=1'] / tokens['AR']:.2f}")
-    print(f"calm_vs_ar_n100: {tokens['CALM N=100'] / tokens['AR']:.3f}")
+        print(f"  {name}: {max(tokens[name]):.1f} tokens/s ({split})")
+    say_ratio("calm_vs_ar_t1", ratios(tokens["CALM T=1"], tokens["AR"]))
+    say_ratio("calm_vs_ar_n100", ratios(tokens["CALM N=100"], tokens["AR"]), 3)
 
 
 def main() -> None:

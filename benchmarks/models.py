@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import _engines as engines
 import _plain_calm as plain
 import torch
-from _measure import THREADS, best_seconds, extra_peak_mib, in_a_process, peak_mib
+from _measure import THREADS, extra_peak_mib, in_a_process, peak_mib, ratio_text, ratios, seconds_by_round
 
 from calm_scale.lm.energy_score import energy_score
 from calm_scale.lm.heads import EnergyHead
@@ -35,28 +35,29 @@ def main() -> None:
         torch.set_num_threads(THREADS)
         print(json.dumps(CASES[case]()))
         return
-    for name, value in figures():
-        print(f"{name}: {value:.3f}", flush=True)
+    for text in figures():
+        print(text, flush=True)
 
 
-def figures() -> list[tuple[str, float]]:
-    """Name and value of each figure, from one child process a case."""
+def figures() -> list[str]:
+    """Each figure as ``name: value``, from one child process a case; ratios of times with their spread."""
     measured = {case: in_a_process(Path(__file__), case) for case in CASES}
     loss, step, head = measured["loss_time"], measured["step_time"], measured["head_time"]
     ours_mib, literal_mib = measured["loss_memory"]["mib"], measured["loss_memory_literal"]["mib"]
+    step_memory = measured["step_memory"]["mib"] / measured["step_memory_literal"]["mib"]
     return [
-        ("energy_loss_seconds", loss["ours"]),
-        ("energy_loss_literal_seconds", loss["literal"]),
-        ("energy_loss_speedup", loss["literal"] / loss["ours"]),
-        ("energy_loss_mib", ours_mib),
-        ("energy_loss_memory", ours_mib / literal_mib),
-        ("energy_loss_memory_m1000", measured["loss_memory_m1000"]["mib"] / ours_mib),
-        ("head_shared_speedup", head["repeated"] / head["shared"]),
-        ("train_step_seconds", step["megatron"]),
-        ("train_step_speedup", step["literal"] / step["megatron"]),
-        ("train_step_peak_mib", measured["step_memory"]["mib"]),
-        ("train_step_memory", measured["step_memory"]["mib"] / measured["step_memory_literal"]["mib"]),
-        ("megatron_vs_plain", step["same_model"] / step["megatron"]),
+        f"energy_loss_seconds: {min(loss['ours']):.3f}",
+        f"energy_loss_literal_seconds: {min(loss['literal']):.3f}",
+        ratio_text("energy_loss_speedup", ratios(loss["literal"], loss["ours"])),
+        f"energy_loss_mib: {ours_mib:.3f}",
+        f"energy_loss_memory: {ours_mib / literal_mib:.3f}",
+        f"energy_loss_memory_m1000: {measured['loss_memory_m1000']['mib'] / ours_mib:.3f}",
+        ratio_text("head_shared_speedup", ratios(head["repeated"], head["shared"])),
+        f"train_step_seconds: {min(step['megatron']):.3f}",
+        ratio_text("train_step_speedup", ratios(step["literal"], step["megatron"])),
+        f"train_step_peak_mib: {measured['step_memory']['mib']:.3f}",
+        f"train_step_memory: {step_memory:.3f}",
+        ratio_text("megatron_vs_plain", ratios(step["same_model"], step["megatron"])),
     ]
 
 
@@ -98,28 +99,28 @@ def _loss_memory(make: Callable[[], Callable[[], object]]) -> dict[str, float]:
     return {"mib": extra_peak_mib(run)}
 
 
-def _head_time() -> dict[str, float]:
+def _head_time() -> dict[str, list[float]]:
     hidden = torch.randn(B, P, HEAD_WIDTH, requires_grad=True)
     shared = EnergyHead(HEAD_WIDTH, LATENT, num_blocks=HEAD_BLOCKS)
     repeated = plain.RepeatedHead(HEAD_WIDTH, LATENT, HEAD_BLOCKS)
     torch.nn.init.normal_(shared.final_layer.linears[2].weight, std=0.02)
     torch.nn.init.normal_(repeated.final[3].weight, std=0.02)
-    return best_seconds(
+    return seconds_by_round(
         {
             "shared": lambda: shared(hidden, torch.rand(B, P, N, 64) - 0.5).square().mean().backward(),
             "repeated": lambda: repeated(hidden, N).square().mean().backward(),
         },
-        repeats=7,
+        repeats=15,
     )
 
 
-def _step_time() -> dict[str, float]:
+def _step_time() -> dict[str, list[float]]:
     steps = {
         "megatron": engines.megatron_step(),
         "literal": engines.literal_step(),
         "same_model": engines.same_model_step(),
     }
-    return best_seconds(steps, repeats=5)
+    return seconds_by_round(steps, repeats=7)
 
 
 def _step_memory(make: Callable[[], Callable[[], object]]) -> dict[str, float]:
@@ -129,8 +130,8 @@ def _step_memory(make: Callable[[], Callable[[], object]]) -> dict[str, float]:
     return {"mib": peak_mib()}
 
 
-CASES: dict[str, Callable[[], dict[str, float]]] = {
-    "loss_time": lambda: best_seconds({"ours": _loss(), "literal": _literal_loss()}, repeats=5),
+CASES: dict[str, Callable[[], Mapping[str, object]]] = {
+    "loss_time": lambda: seconds_by_round({"ours": _loss(), "literal": _literal_loss()}, repeats=7),
     "loss_memory": lambda: _loss_memory(_loss),
     "loss_memory_literal": lambda: _loss_memory(_literal_loss),
     "loss_memory_m1000": lambda: _loss_memory(lambda: _loss(1000)),

@@ -26,6 +26,7 @@ import numpy as np
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _measure import ratios, say_ratio
 from _prep_peers import run_peer, timed
 
 from calm_scale.config.data import TokenizerConfig
@@ -180,37 +181,45 @@ def say(name: str, value: float, digits: int = 3) -> None:
 def against_peers(bench: Bench) -> None:
     """Whole commands: ours, Megatron's recipe, the fastest recipe."""
     bench.prep(bench.tiny)  # fills the file cache and the tokenizer's verification record
-    ours_tiny = statistics.median(bench.prep(bench.tiny).wall for _ in range(bench.repeats))
-    ours = [bench.prep(bench.files) for _ in range(bench.repeats)]
+    peers = {"fastest": "gigatoken", "flat_gigatoken": "gigatoken-flat"}
+    for peer in peers.values():
+        bench.peer(peer, bench.tiny)
+    ours: list[Run] = []
+    start_ups: list[float] = []
+    theirs: dict[str, list[float]] = {label: [] for label in peers}
+    for _ in range(max(5, bench.repeats)):  # a round runs every side, so that other load meets all of them
+        start_ups.append(bench.prep(bench.tiny).wall)
+        ours.append(bench.prep(bench.files))
+        for label, peer in peers.items():
+            start_up = bench.peer(peer, bench.tiny)
+            theirs[label].append(bench.peer(peer, bench.files) - start_up)
+    net = [run.wall - start_up for run, start_up in zip(ours, start_ups, strict=True)]
     wall = statistics.median(run.wall for run in ours)
     say("corpus_mb", bench.text_bytes / 1e6, 1)
     say("prep_seconds", wall)
-    say("prep_startup_seconds", ours_tiny)
-    say("prep_net_mb_per_s", bench.text_bytes / 1e6 / (wall - ours_tiny), 1)
+    say("prep_startup_seconds", statistics.median(start_ups))
+    say_ratio("prep_net_mb_per_s", ratios([bench.text_bytes / 1e6] * len(net), net), 1)
     say("prep_peak_rss_mb", max(run.peak_megabytes for run in ours), 0)
-    for peer, label in (("gigatoken", "fastest"), ("gigatoken-flat", "flat_gigatoken")):
-        bench.peer(peer, bench.tiny)
-        start_up = statistics.median(bench.peer(peer, bench.tiny) for _ in range(bench.repeats))
-        net = statistics.median(bench.peer(peer, bench.files) for _ in range(bench.repeats)) - start_up
-        say(f"{label}_net_mb_per_s", bench.text_bytes / 1e6 / net, 1)
-        say(f"prep_vs_{label}", net / (wall - ours_tiny))
+    for label, of_peer in theirs.items():
+        say_ratio(f"{label}_net_mb_per_s", ratios([bench.text_bytes / 1e6] * len(of_peer), of_peer), 1)
+        say_ratio(f"prep_vs_{label}", ratios(of_peer, net))
     bench.peer("megatron", bench.tiny)
-    theirs = bench.peer("megatron", bench.files)
-    say("megatron_seconds", theirs)
-    say("prep_vs_megatron", theirs / wall)
+    megatron = bench.peer("megatron", bench.files)
+    say("megatron_seconds", megatron)
+    say_ratio("prep_vs_megatron", [megatron / run.wall for run in ours])
 
 
 def against_stages(bench: Bench) -> None:
     """Our steady rate against the sum of the bare stages, alternating, on one core."""
-    ratios = []
+    limits = []
     for _ in range(max(3, bench.repeats)):
         arguments = (*map(str, bench.files), str(bench.model), str(bench.scratch / "stages.out"))
         seconds = sum(run_peer(bench.core, "stages", *arguments, cpu=bench.cpu)[1].values())
         run = bench.prep(bench.files)
-        ratios.append(seconds / run.steady_seconds)
+        limits.append(seconds / run.steady_seconds)
         say("stages_mb_per_s", bench.text_bytes / seconds / 1e6, 1)
         say("prep_steady_mb_per_s", bench.rate(run), 1)
-    say("prep_stage_limit", statistics.median(ratios))
+    say_ratio("prep_stage_limit", limits, 3)
 
 
 def against_tiktoken(bench: Bench) -> None:
@@ -221,11 +230,11 @@ def against_tiktoken(bench: Bench) -> None:
         arguments = (*map(str, bench.files), str(bench.model))
         raw = run_peer(bench.core, "tiktoken", *arguments, cpu=bench.cpu)[1]["tokens_per_second"]
         say("tiktoken_raw_mtok_per_s", raw / 1e6)
-        for ratios, hold in ((free, False), (pinned, True)):
+        for rates, hold in ((free, False), (pinned, True)):
             run = bench.prep(bench.files, encoder="tiktoken", pinned=hold)
-            ratios.append(run.tokens / run.steady_seconds / raw)
-    say("prep_vs_tiktoken", statistics.median(free))
-    say("prep_vs_tiktoken_one_core", statistics.median(pinned))
+            rates.append(run.tokens / run.steady_seconds / raw)
+    say_ratio("prep_vs_tiktoken", free, 3)
+    say_ratio("prep_vs_tiktoken_one_core", pinned, 3)
 
 
 def two_workers(bench: Bench) -> None:
@@ -242,7 +251,7 @@ def two_workers(bench: Bench) -> None:
         return
     files = bench.copies(bench.corpus(LARGE_MEGABYTES), 6)
     pairs = [(bench.prep(files), bench.prep(files, workers=2, pinned=False)) for _ in range(bench.repeats)]
-    say("prep_two_workers", statistics.median(one.steady_seconds / two.steady_seconds for one, two in pairs))
+    say_ratio("prep_two_workers", [one.steady_seconds / two.steady_seconds for one, two in pairs])
 
 
 def memory_growth(bench: Bench) -> None:
@@ -279,7 +288,7 @@ def reading(bench: Bench) -> None:
         theirs.append(middle - begin)
         ours.append(clock() - middle)
     say("read_sequences_per_s", len(order) / min(ours), 0)
-    say("read_vs_memmap", min(theirs) / min(ours))
+    say_ratio("read_vs_memmap", ratios(theirs, ours))
 
 
 def order() -> None:

@@ -1,7 +1,8 @@
 """A thin stand-in for CUDA, installed only on a machine without a GPU, so that Megatron-core trains on CPU ranks.
 
-Megatron-core names the device ``cuda`` in a few constructors, asks which device and stream are current, moves tensors with
-``.cuda()`` and recognises parameters by the string ``torch.cuda.FloatTensor``. The stand-in redirects exactly these.
+Megatron-core names the device ``cuda`` in a few constructors, asks which device and stream are current, moves
+tensors with ``.cuda()`` and recognises parameters by the string ``torch.cuda.FloatTensor``. The stand-in redirects
+exactly these.
 Plain function replacement is used instead of a ``TorchFunctionMode``: a mode would pass *every* torch call
 through Python, which costs a small model a tenth of its step.
 """
