@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,23 +95,32 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-    """A fixed set of held-out sequences in the shape of training batches.
+    """A fixed set of held-out sequences in the shape of training batches: each counts once, whatever the layout.
 
-    Whole global batches only, so that the mean does not depend on the layout: ``num_samples`` is rounded down to a
-    multiple of G (at least one), and a split smaller than G is read again from its start.
+    Attributes:
+        num_samples: sequences that are evaluated: as many as asked for, or all there are.
+        num_batches: global batches that hold them; the last one is filled up with sequences that do not count.
     """
 
     def __init__(self, samples: Samples, plan: BatchPlan, num_samples: int) -> None:
         if len(samples) == 0:
             raise ValueError("the evaluation split holds no sequence")
         self.samples, self.plan = samples, plan
-        self.num_batches = max(1, min(num_samples, len(samples)) // plan.global_batch)
+        self.num_samples = min(num_samples, len(samples))
+        self.num_batches = -(-self.num_samples // plan.global_batch)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequences that count."""
+        return self.num_samples * len(self.samples[0])
 
     def iterate(self, step: int) -> Iterator[Batch]:
         """The same sequences every time, with ids 0, 1, …; ``step`` is the training step that is evaluated."""
         for index in range(self.num_batches):
             places = self.plan.stream_indices(index * self.plan.global_batch)
-            yield _batch(step, self.samples, places.reshape(-1) % len(self.samples), places)
+            batch = _batch(step, self.samples, places.reshape(-1) % self.num_samples, places)
+            whole = (index + 1) * self.plan.global_batch <= self.num_samples
+            yield batch if whole else replace(batch, counted=batch.sample_ids < self.num_samples)
 
 
 def _batch(step: int, samples: Samples, picked: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> Batch:

@@ -115,6 +115,8 @@ class DeepSpeedEngine:
         sums = ReportSums(model, self._stage.objective, self._stage.evaluation_noise, self._device)
         for batch in batches:
             patches, valid = self._patches(batch.tokens)
+            if batch.counted is not None:
+                valid = valid & batch.counted.to(valid.device)[..., None, None]
             for micro in range(patches.shape[0]):
                 noise = self._noise(0, batch.sample_ids[micro], patches.shape[2], evaluation=True)
                 sums.add(patches[micro], valid[micro], noise)

@@ -19,11 +19,14 @@ class Batch:
         tokens: int64 ``[A, b, S]``, A micro-batches of b sequences of S tokens.
         sample_ids: int64 ``[A, b]``, the index of every sequence in the global sample stream. It does not
             depend on the layout, so noise keyed by it is the same in every layout.
+        counted: bool ``[A, b]``, the sequences that count; None: all. The others only fill the last batch of an
+            evaluation.
     """
 
     step: int
     tokens: torch.Tensor
     sample_ids: torch.Tensor
+    counted: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Means over the batches, the same on every rank. Changes no training state and no training noise."""
+        """Means over the counted sequences, the same on every rank. Changes no training state and no training noise."""
         ...
 
     def save(self, directory: Path) -> None:

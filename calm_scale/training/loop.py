@@ -273,7 +273,7 @@ class _Loop:
                 if warning := self.guard.judge_evaluation(row["step"], scores):
                     self.telemetry.warn(warning)
                 row = row | {f"eval/{name}": value for name, value in scores.items()}
-                self.ledger.eval_tokens += evaluation.num_batches * self.data.train.tokens_per_batch
+                self.ledger.eval_tokens += evaluation.num_tokens
                 shown = [f"{name} {scores[name]:.4g}" for name in _SHOWN_SCORES if name in scores]
                 self.telemetry.say(f"step {row['step']} held out: {', '.join(shown)}")
         self.row = row

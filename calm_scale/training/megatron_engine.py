@@ -37,8 +37,8 @@ from calm_scale.training.megatron_state import (
     snapshot,
 )
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
-"""tokens [b, S], sample_ids [b]."""
+MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""tokens [b, S], sample_ids [b], which of them count [b] (None: all)."""
 
 
 class MegatronEngine:
@@ -117,7 +117,7 @@ class MegatronEngine:
         self._check_replicas_if_asked()
         if count == 0:
             raise ConfigError(
-                "evaluation got no batch: give lm.training.eval_samples at least one global batch"
+                "evaluation got no position to score: the first lm.training.eval_samples held-out sequences hold none"
             )
         return {"loss": total / count}
 
@@ -129,7 +129,8 @@ class MegatronEngine:
         num_micro_batches, size, length = tokens.shape
         num_positions = length // self._run.patch_size
         scale = 1.0 / max(1, self._num_positions(batch))
-        micro_batches = [iter(list(zip(tokens, batch.sample_ids, strict=True))) for _ in self.chunks]
+        counted = [None] * num_micro_batches if batch.counted is None else list(batch.counted)
+        micro_batches = [iter(list(zip(tokens, batch.sample_ids, counted, strict=True))) for _ in self.chunks]
         losses = get_forward_backward_func()(
             forward_step_func=partial(self._forward, scale=scale, namespace=namespace, step=step),
             data_iterator=micro_batches if len(self.chunks) > 1 else micro_batches[0],
@@ -143,10 +144,12 @@ class MegatronEngine:
 
     def _num_positions(self, batch: Batch) -> int:
         """Positions of the global batch that count in the loss."""
-        if self._pad_id is None:
+        if self._pad_id is None and batch.counted is None:
             num_micro_batches, size, length = batch.tokens.shape
             return num_micro_batches * size * self.data_size * (length // self._run.patch_size - 1)
         weights = position_weights(batch.tokens, self._run.patch_size, self._pad_id)
+        if batch.counted is not None:
+            weights = weights * batch.counted[..., None]
         count = weights.sum(dtype=torch.float64).to(self.layout.device)
         dist.all_reduce(count, group=self.layout.data_group)
         return int(count.item())
@@ -161,7 +164,7 @@ class MegatronEngine:
         step: int,
     ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
         """One micro-batch through one stage, in the form Megatron's schedules want."""
-        tokens, sample_ids = next(micro_batches)
+        tokens, sample_ids, counted = next(micro_batches)
         model: CalmModel = chunk.module
         latents = input_latents(model, self._codec, tokens)
         if not model.post_process:
@@ -177,6 +180,8 @@ class MegatronEngine:
             namespace=namespace,
             pad_id=self._pad_id,
         )
+        if counted is not None:
+            weights = weights * counted.to(weights.device)[:, None]
         return chunk(tokens, latents, targets), partial(_weighted_sum, weights=weights, scale=scale)
 
     def _sum_over_world(self, losses: Sequence[torch.Tensor]) -> float:

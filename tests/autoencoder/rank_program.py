@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,10 @@ class Trial:
         ]
 
     def evaluate(self) -> dict[str, float]:
-        return self.engine.evaluate([batch(self.world, 1, self.accumulation)])
+        """A whole batch, and one of which the first three sequences count: most ranks and passes hold none of them."""
+        whole, last = (batch(self.world, step, self.accumulation) for step in (1, 2))
+        counted = last.sample_ids < GLOBAL_BATCH + 3
+        return self.engine.evaluate([whole, replace(last, counted=counted)])
 
     def saved(self, directory: Path) -> Path:
         if self.world.is_first:

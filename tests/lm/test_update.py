@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from rank_program import FixedCodec, batch_of
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm import vocabulary
+from calm_scale.training.engine import Batch
 from calm_scale.training.megatron_engine import MegatronEngine
 
 WORLD = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
@@ -69,6 +71,21 @@ def test_masters_follow_weights_that_were_filled_from_elsewhere() -> None:
 def test_no_batches_to_evaluate_is_an_error(engine: MegatronEngine) -> None:
     with pytest.raises(ConfigError, match="eval_samples"):
         engine.evaluate([])
+
+
+@pytest.mark.parametrize("pad_id", [None, 7])
+def test_sequences_that_only_fill_an_evaluation_batch_do_not_count(
+    pad_id: int | None, engine: MegatronEngine
+) -> None:
+    engine._pad_id = pad_id
+    batch = batch_of(engine, engine._run, 1)
+    counted = torch.arange(batch.sample_ids.numel()).view_as(batch.sample_ids) < 3
+    assert counted.numel() > 3
+    filled = replace(batch, counted=counted)
+    alone = Batch(1, batch.tokens.flatten(0, 1)[:3, None], batch.sample_ids.flatten()[:3, None])
+    assert engine.evaluate([filled])["loss"] == pytest.approx(engine.evaluate([alone])["loss"], rel=1e-5)
+    whole = engine.evaluate([replace(batch, counted=torch.ones_like(counted))])
+    assert whole == engine.evaluate([batch]) != engine.evaluate([filled])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -81,11 +81,26 @@ def test_no_reader_is_left_after_the_loop(tiny: ModuleType) -> None:
     assert set(threading.enumerate()) <= others
 
 
-@pytest.mark.parametrize(("asked", "there", "expected"), [(24, 30, 2), (64, 30, 2), (5, 30, 1), (24, 5, 1)])
-def test_evaluation_takes_whole_global_batches(
-    asked: int, there: int, expected: int, tiny: ModuleType
+@pytest.mark.parametrize(
+    ("asked", "there", "counted"), [(24, 30, 24), (64, 30, 30), (5, 30, 5), (24, 5, 5), (25, 30, 25)]
+)
+@pytest.mark.parametrize("data_size", [1, 2, 3])
+def test_evaluation_counts_every_sequence_once_in_every_layout(
+    asked: int, there: int, counted: int, data_size: int, tiny: ModuleType
 ) -> None:
-    shares = [EvaluationBatches(tiny.Sequences(there), plan, asked) for plan in plans(12, 2, 2)]
-    assert [share.num_batches for share in shares] == [expected] * 2
-    ids = [i for share in shares for batch in share.iterate(3) for i in batch.sample_ids.flatten().tolist()]
-    assert sorted(ids) == list(range(12 * expected))
+    shares = [EvaluationBatches(tiny.Sequences(there), plan, asked) for plan in plans(12, 2, data_size)]
+    assert {share.num_samples for share in shares} == {counted}
+    assert {share.num_batches for share in shares} == {-(-counted // 12)}
+    assert shares[0].num_tokens == counted * 16
+    ids = []
+    for share in shares:
+        for batch in share.iterate(3):
+            assert batch.tokens.shape == (12 // data_size // 2, 2, 16)
+            chosen = batch.sample_ids if batch.counted is None else batch.sample_ids[batch.counted]
+            ids += chosen.flatten().tolist()
+    assert sorted(ids) == list(range(counted))
+
+
+def test_whole_batches_are_evaluated_as_they_were(tiny: ModuleType) -> None:
+    batches = list(EvaluationBatches(tiny.Sequences(30), BatchPlan(12, 2, 0, 1), 25).iterate(3))
+    assert [batch.counted is None for batch in batches] == [True, True, False]
