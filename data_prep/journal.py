@@ -10,13 +10,14 @@ import errno
 import json
 import os
 import shutil
-import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from calm_scale.config.data import SPLITS
-from calm_scale.config.files import lock, write_atomically
+from calm_scale.config.exclusive import OccupiedError, exclusive
+from calm_scale.config.files import write_atomically
 from calm_scale.config.stored import checked, read_object
 from data_prep.errors import PrepError, PrepMistakeError
 from data_prep.plan import Plan
@@ -26,7 +27,7 @@ WORK_FOLDER = ".prep"
 
 
 class FolderLock:
-    """One prep per data folder. The kernel drops the lock when the process dies, however it dies.
+    """One prep per data folder, on whatever machine; what a killed one leaves is taken over.
 
     Raises:
         PrepMistakeError: the folder cannot be made.
@@ -40,31 +41,24 @@ class FolderLock:
                 raise
             raise PrepMistakeError(f"{data_dir}: cannot be made ({error.strerror}); set `data`") from None
         self._path = data_dir / ".prep.lock"
-        self._file: TextIO | None = None
+        self._held = ExitStack()
 
     def __enter__(self) -> FolderLock:
         """Take the lock.
 
         Raises:
-            PrepError: another command holds it; says which.
+            PrepMistakeError: another command holds it; says which.
         """
-        file = self._path.open("a+", encoding="utf-8")
-        if not lock(file):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
+        try:
+            self._held.enter_context(exclusive(self._path))
+        except OccupiedError as error:
             raise PrepMistakeError(
-                f"another command is writing {self._path.parent} ({holder}); wait for it, or end it first"
-            )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        self._file = file
+                f"another command is writing {self._path.parent} ({error.holder}); wait for it, or end it first"
+            ) from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._held.close()
 
 
 @dataclass(frozen=True)

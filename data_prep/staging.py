@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import tempfile
 import time
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from calm_scale.config.files import lock, write_atomically
+from calm_scale.config.exclusive import exclusive
+from calm_scale.config.files import write_atomically
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.shards import HEADER_BYTES
@@ -69,19 +69,16 @@ def stage_split(origin: str | Path, local_dir: Path, fetch: Fetch = copy_file) -
 @contextlib.contextmanager
 def _alone(local_dir: Path) -> Iterator[None]:
     """The folder, made if need be, for one process of the node at a time; its lock file is for all users."""
-    try:
-        local_dir.mkdir(parents=True, exist_ok=True)
-        held = (local_dir / ".stage.lock").open("a")
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ShardMistakeError(
-            f"{local_dir}: cannot be written to ({error.strerror}); stage to another folder (reading.stage_to)"
-        ) from None
-    with held:
-        with contextlib.suppress(OSError):  # another user's, who has done this
-            os.fchmod(held.fileno(), 0o666)
-        lock(held, wait=True)
+    with contextlib.ExitStack() as held:
+        try:
+            local_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(exclusive(local_dir / ".stage.lock", patience=None, mode=0o666))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ShardMistakeError(
+                f"{local_dir}: cannot be written to ({error.strerror}); stage to another folder (reading.stage_to)"
+            ) from None
         yield
 
 

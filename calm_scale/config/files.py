@@ -1,17 +1,12 @@
-"""Files that several processes and sudden deaths meet: written whole or not at all, and locked."""
+"""Files that several processes and sudden deaths meet: written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+from typing import BinaryIO
 
 
 @contextlib.contextmanager
@@ -52,24 +47,3 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
-
-
-def lock(file: IO[str] | IO[bytes], *, wait: bool = False) -> bool:
-    """Whether this process now holds the lock of an open, writable file; ``wait``: until it does.
-
-    The kernel drops the lock when the process dies, however it dies. On a file system without locks (Lustre mounted
-    without ``flock``) every process is told that it holds it, and the user that it protects nothing.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:
-            return False
-        if error.errno not in _NO_LOCKS:
-            raise
-        folder = Path(file.name).parent
-        sys.stderr.write(
-            f"{folder}: its file system has no locks (on Lustre: mount with -o flock); nothing keeps a second command "
-            "from writing there\n"
-        )
-    return True

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from calm_scale.checkpoint.files import sync_folder
 from calm_scale.config import ConfigError, RunConfig, load, to_yaml
-from calm_scale.config.files import lock, write_atomically
+from calm_scale.config.exclusive import OccupiedError, exclusive
+from calm_scale.config.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
 _LOCK = ".writing"
@@ -43,17 +44,18 @@ def make_way(folder: Path, what: str) -> None:
     partial = _partial(folder)
     if not partial.exists():
         return
-    if not (partial / _LOCK).is_file():
+    try:
+        with exclusive(partial / _LOCK, create=False):
+            sys.stderr.write(f"{partial}: left by a command that was killed; removed\n")
+            shutil.rmtree(partial)
+    except FileNotFoundError:
         raise ConfigError(
             f"{partial}: is in the way of {what}, and no command's; move it, or name another folder"
-        )
-    with (partial / _LOCK).open("a") as held:
-        if not lock(held):
-            raise ConfigError(
-                f"{partial}: another command is writing {what} there; wait for it, or end it first"
-            )
-        sys.stderr.write(f"{partial}: left by a command that was killed; removed\n")
-        shutil.rmtree(partial)
+        ) from None
+    except OccupiedError as error:
+        raise ConfigError(
+            f"{partial}: another command is writing {what} there ({error.holder}); wait for it, or end it first"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -61,15 +63,15 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes ``folder`` (new or empty) when all is written and on the disk.
 
     A failure, SIGINT and SIGTERM leave nothing; SIGKILL leaves ``<folder>.part``, which nobody takes for the whole
-    and the next command removes: the kernel has dropped its lock. Must be entered by the main thread.
+    and the next command removes once nobody holds it. Must be entered by the main thread.
     """
     partial = _partial(folder)
     partial.mkdir(parents=True)
-    with _exit_on_signals(), (partial / _LOCK).open("a") as held:
+    with _exit_on_signals():
         try:
-            lock(held)
-            yield partial
-            (partial / _LOCK).unlink()
+            with exclusive(partial / _LOCK):
+                yield partial
+                (partial / _LOCK).unlink()
             _sync(partial)
             partial.replace(folder)
             sync_folder(partial.parent)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from calm_scale.config import CalmScaleError
-from calm_scale.config.files import lock
+from calm_scale.config.exclusive import OccupiedError, exclusive
 from calm_scale.runtime.world import World
 
 FILE = ".lock"
@@ -28,47 +23,31 @@ class FolderInUseError(CalmScaleError):
 def claimed(folder: Path, world: World, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Holds the stage's folder for this training. Every rank calls it; the first rank holds the lock.
 
-    The kernel drops the lock when the process dies, however it dies. On a file system without locks nothing is held.
+    What a killed training leaves is taken over, on another machine once it gave no sign of life for
+    ``exclusive.STALE_SECONDS``.
 
     Raises:
         FolderInUseError: another training still holds it after ``patience`` seconds; says which.
     """
-    held: TextIO | None = None
-    error: Exception | None = None
-    if world.is_first:
-        try:
-            held = _take(folder, patience)
-        except Exception as caught:  # raised on every rank
-            error = caught
-    error = world.broadcast_object(error)
-    if error is not None:
-        raise error
-    try:
+    with contextlib.ExitStack() as held:
+        error: Exception | None = None
+        if world.is_first:
+            try:
+                _take(folder, patience, held)
+            except Exception as caught:  # raised on every rank
+                error = caught
+        error = world.broadcast_object(error)
+        if error is not None:
+            raise error
         yield
-    finally:
-        if held is not None:
-            held.close()
 
 
-def _take(folder: Path, patience: float) -> TextIO:
+def _take(folder: Path, patience: float, held: contextlib.ExitStack) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / FILE).open("a+", encoding="utf-8")
-    deadline = time.monotonic() + patience
-    told = False
-    while not lock(file):
-        if not told:
-            told = True
-            print(f"{folder} is in use; waiting {patience:.0f} s for it", file=sys.stderr, flush=True)
-        if time.monotonic() >= deadline:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            raise FolderInUseError(
-                f"{folder} is being trained by {holder}: two at once would overwrite each other's checkpoints. "
-                "Wait for it, stop it, or give this run another workdir"
-            )
-        time.sleep(0.2)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
+    try:
+        held.enter_context(exclusive(folder / FILE, patience=patience))
+    except OccupiedError as error:
+        raise FolderInUseError(
+            f"{folder} is being trained by {error.holder}: two at once would overwrite each other's checkpoints. "
+            "Wait for it, stop it, or give this run another workdir"
+        ) from None

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from calm_scale.config.files import lock, write_atomically
+from calm_scale.config.exclusive import exclusive
+from calm_scale.config.files import write_atomically
 from launchers.errors import LaunchError
 
 
@@ -59,8 +60,7 @@ class RunRecord:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Only one submission or cancellation of this run at a time."""
-        with (self.folder / ".lock").open("a") as file:
-            lock(file, wait=True)
+        with exclusive(self.folder / ".lock", patience=None):
             yield
 
     def jobs(self) -> dict[str, SubmittedJob]:

@@ -1,16 +1,15 @@
-"""Whole files and locks (calm_scale.config.files), which every room uses."""
+"""Whole files (calm_scale.config.files), which every room uses."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 
-from calm_scale.config.files import lock, write_atomically
+from calm_scale.config.files import write_atomically
 
 
 def test_a_failed_write_leaves_the_old_text_and_nothing_else(
@@ -46,38 +45,3 @@ def test_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
             assert path.read_text() in texts
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_lock_is_held_once(tmp_path: Path) -> None:
-    with (tmp_path / "lock").open("a") as mine, (tmp_path / "lock").open("a") as other:
-        assert lock(mine)
-        assert not lock(other)
-        mine.close()
-        assert lock(other, wait=True)
-
-
-@pytest.mark.parametrize("wait", [False, True])
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP])
-def test_a_file_system_without_locks_stops_nobody(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: int,
-    wait: bool,
-) -> None:
-    def refuse(file: object, how: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with (tmp_path / "lock").open("a") as file:
-        assert lock(file, wait=wait)
-    assert f"{tmp_path}: its file system has no locks" in capsys.readouterr().err
-
-
-def test_another_error_is_not_taken_for_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(file: object, how: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    with (tmp_path / "lock").open("a") as file, pytest.raises(OSError, match="Input/output"):
-        lock(file)

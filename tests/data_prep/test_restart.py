@@ -236,9 +236,19 @@ def test_changed_settings_inputs_or_tokenizer_are_never_mixed(
         prepare(config, show=False)
 
 
-def test_two_preps_on_one_folder_are_refused(tmp_path: Path, corpus: Path, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_preps_on_one_folder_are_refused(
+    corpus: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    import fcntl
+
     from data_prep.journal import FolderLock
 
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
     config = make_config(corpus, **SETTINGS)
     with (
         FolderLock(config.data_dir),
