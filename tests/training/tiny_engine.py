@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +21,7 @@ class TinyEngine:
     """An embedding and a linear layer that predict the next token, trained with AdamW and weight noise.
 
     ``bad_steps``: a gradient becomes Inf on the last rank at these steps. ``slow_save``/``slow_step``/``slow_eval``:
-    seconds each takes, so that a test can hit it.
+    seconds each takes, so that a test can hit it. ``stops_at``: the last rank stops (SIGSTOP) inside this step.
     """
 
     def __init__(
@@ -31,8 +33,9 @@ class TinyEngine:
         slow_save: float = 0.0,
         slow_step: float = 0.0,
         slow_eval: float = 0.0,
+        stops_at: int | None = None,
     ) -> None:
-        self.world = world
+        self.world, self.stops_at = world, stops_at
         self.data_rank, self.data_size = world.rank, world.world_size
         self.bad_steps, self.slow_save, self.slow_step, self.slow_eval = (
             set(bad_steps),
@@ -71,6 +74,8 @@ class TinyEngine:
 
     def train_step(self, batch: Batch, lr: float) -> StepResult:
         time.sleep(self.slow_step)
+        if batch.step == self.stops_at and self.world.rank == self.world.world_size - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
         self.seen.append(batch.sample_ids.flatten().tolist())
         loss = self._loss(batch, noisy=True)
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
