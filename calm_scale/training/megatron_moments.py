@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from calm_scale.runtime.megatron import Layout
+from calm_scale.training.adam_steps import no_steps, set_step_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -83,9 +84,7 @@ class Moments(ABC):
         return list(whole.cpu())
 
     @torch.no_grad()
-    def spread(
-        self, parameter: nn.Parameter, whole: torch.Tensor, owner: int, steps: int, layout: Layout
-    ) -> None:
+    def spread(self, parameter: nn.Parameter, whole: torch.Tensor, owner: int, layout: Layout) -> None:
         """Give every rank its part of what ``owner`` read."""
         if layout.data_size > 1:
             if owner == layout.data_rank:
@@ -96,31 +95,27 @@ class Moments(ABC):
         slot = self.slot(parameter)
         if slot is None:
             return
-        self._ensure_state(slot.main, steps)
         for row, tensor in zip(whole, self._tensors(slot), strict=True):
             tensor.copy_(row[slot.start : slot.stop].view_as(tensor))
 
     def finish(self, steps: int) -> None:
-        """Set the step counter where the optimizer keeps one per group (fused Adam)."""
-        for group in self._megatron.optimizer.param_groups if self._megatron.optimizer is not None else ():
-            if "step" in group:
-                group["step"] = steps
+        """Set the number of updates that were made, wherever this optimizer keeps it."""
+        if self._megatron.optimizer is not None:
+            set_step_count(self._megatron.optimizer, steps)
 
     def _tensors(self, slot: _Slot) -> list[torch.Tensor]:
-        self._ensure_state(slot.main, None)
+        self._ensure_state(slot.main)
         state = self._state[slot.main]
         tensors = [state[name] for name in MOMENTS]
         return [*tensors, slot.main] if "master" in self.names else tensors
 
-    def _ensure_state(self, main: torch.Tensor, steps: int | None) -> None:
-        """Create zero moments where no step was taken yet; set torch's own per-parameter step counter."""
+    def _ensure_state(self, main: torch.Tensor) -> None:
+        """Create zero moments, and torch's count of updates, where no update was made yet."""
         state = self._state[main]
         if "exp_avg" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = no_steps(self._megatron.optimizer, main)
             for name in MOMENTS:
                 state[name] = torch.zeros_like(main, memory_format=torch.preserve_format)
-        if steps is not None and "step" in state:
-            state["step"] = torch.tensor(float(steps))
 
 
 class _Whole(Moments):

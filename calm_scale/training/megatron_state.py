@@ -79,7 +79,7 @@ def load_training_state(
         )
     steps = int(values["optimizer_steps"])
     for owner, parameter, whole in received:
-        moments.spread(parameter, whole, owner, steps, layout)
+        moments.spread(parameter, whole, owner, layout)
     moments.finish(steps)
     return steps
 

@@ -20,6 +20,7 @@ from torch import nn
 from calm_scale.autoencoder.export import save_weights
 from calm_scale.config.base import CalmScaleError, Section
 from calm_scale.config.stored import checked, read_object
+from calm_scale.training.adam_steps import no_steps, set_step_count
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
@@ -71,7 +72,7 @@ class ZeroState:
         self.partitions = self._fp32_partitions()
         for partition in self.partitions:
             moments = {kind: torch.zeros_like(partition) for kind in KINDS[1:]}
-            engine.basic_optimizer.state[partition] = {"step": self._step_value(partition, 0), **moments}
+            engine.basic_optimizer.state[partition] = {"step": self._no_steps(partition), **moments}
         self._link_moments()
 
     def weight(self, name: str) -> torch.Tensor:
@@ -80,8 +81,7 @@ class ZeroState:
 
     def set_optimizer_steps(self, count: int) -> None:
         """The number of applied updates, which Adam's bias correction needs."""
-        for partition in self.partitions:
-            self._engine.basic_optimizer.state[partition]["step"] = self._step_value(partition, count)
+        set_step_count(self._engine.basic_optimizer, count)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """This rank's share of the state as host copies, ``"<parameter>/<kind>"``; every rank calls."""
@@ -166,9 +166,8 @@ class ZeroState:
         if self._stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _step_value(self, partition: torch.Tensor, count: int) -> int | torch.Tensor:
-        """Fused AdamW keeps its count beside the parameters, on their device."""
-        return count if self._integer_step else torch.tensor(float(count), device=partition.device)
+    def _no_steps(self, partition: torch.Tensor) -> int | torch.Tensor:
+        return 0 if self._integer_step else no_steps(self._engine.basic_optimizer, partition)
 
     def _get(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
