@@ -40,6 +40,7 @@ class Letters:
     """Generation needs a tokenizer; text is not measured here."""
 
     bos_id = None
+    before_document, boundary_id = (), None
     eos_id = None
 
     def encode(self, text: str) -> list[int]:

@@ -43,6 +43,16 @@ class Tokenizer:
         ids, offsets = self._encoder.encode_flat(texts, framed=False)
         return [ids[offsets[i] : offsets[i + 1]].tolist() for i in range(len(texts))]
 
+    @property
+    def before_document(self) -> tuple[int, ...]:
+        """Ids that the BOS policy puts before each document, and so before a prompt or a text to score."""
+        return (self.bos_id,) if self.add_bos and self.bos_id is not None else ()
+
+    @property
+    def boundary_id(self) -> int | None:
+        """The id between a document and the one before it: BOS or EOS by the policy, ``None`` without either."""
+        return self.bos_id if self.add_bos else self.eos_id if self.add_eos else None
+
     def encode_documents(self, texts: list[str]) -> Flat:
         """Framed documents as one flat array: (ids uint32 [n], offsets int64 [len(texts) + 1])."""
         return self._encoder.encode_flat(texts, framed=True)

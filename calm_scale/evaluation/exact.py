@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calm_scale.config.evaluation import EvaluationConfig
+    from calm_scale.runtime.streams import Randomness
 
 _OF_THE_SEQUENCES = (
     "patch_size",
@@ -51,7 +52,7 @@ class TokenModel(Protocol):
         """See ``PatchModel``."""
         ...
 
-    def draw(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+    def draw(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
         """See ``PatchModel``."""
         ...
 

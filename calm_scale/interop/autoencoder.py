@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from calm_scale.interop.files import (
     check_shape,
     write_weights,
 )
+from calm_scale.interop.origin import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,18 +117,25 @@ def export_autoencoder(
     *,
     container: Container = "bin",
     vocab_size: int | None = None,
+    special_ids: Mapping[str, int | None] | None = None,
+    stored: Stored | None = None,
     max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes an autoencoder in the published layout, the tied alias included.
 
-    ``vocab_size`` above V appends zero rows (128 257 for the published padding token).
+    Args:
+        vocab_size: rows to write; above V, zero rows are appended (128 257 for the published padding token).
+        special_ids: of its tokenizer.
+        stored: the folder it was imported from, whose config.json, names and data types are given back.
     """
     rows = vocab_size or model.vocab_size
-    settings.write(settings.autoencoder_config(model.config, objective, rows, model.patch_size), folder)
-    write_weights(folder, published_groups(model, "", rows), container, max_shard_bytes)
+    made = settings.autoencoder_config(model.config, objective, rows, model.patch_size, special_ids)
+    groups = published_groups(model, "", rows)
+    settings.write(made if stored is None else stored.config, folder)
+    write_weights(folder, groups if stored is None else stored.as_stored(groups), container, max_shard_bytes)
 
 
-def published_groups(model: Autoencoder, prefix: str, vocab_size: int) -> Iterable[list[tuple[str, Tensor]]]:
+def published_groups(model: Autoencoder, prefix: str, vocab_size: int) -> Iterator[list[tuple[str, Tensor]]]:
     """The tensors of an autoencoder under a prefix, in groups that must share a file."""
     for name, parameter in model.unique_parameters():
         tensor = parameter.detach().cpu()

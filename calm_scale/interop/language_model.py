@@ -21,6 +21,7 @@ from calm_scale.interop.files import (
     check_shape,
     write_weights,
 )
+from calm_scale.interop.origin import Stored
 from calm_scale.interop.shapes import published_shapes
 from calm_scale.interop.slots import EMBEDDING, HEAD, HEAD_ALIAS, Slot, slots_of
 from calm_scale.lm.build import language_model_stage
@@ -194,6 +195,7 @@ def export_language_model(
     vocab_size: int | None = None,
     ae_path: str = "",
     special_ids: Mapping[str, int | None] | None = None,
+    stored: Stored | None = None,
     max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes a language model in the published layout: all aliases, and the autoencoder under ``ae_model.``.
@@ -203,10 +205,16 @@ def export_language_model(
         vocab_size: rows to write; above V, zero rows are appended (128 257 for the published padding token).
         ae_path: what config.json should say.
         special_ids: what ``export_tokenizer`` returned.
+        stored: the folder it was imported from, whose config.json (but for ``ae_path``), names and data types are
+            given back.
     """
     rows = vocab_size or run.vocab_size
-    settings.write(settings.language_model_config(run, rows, ae_path, special_ids), folder)
     slots = slots_of(language_model_stage(run))
+    if stored is None:
+        dtype = str(whole(slots[0].key).dtype).removeprefix("torch.")
+        settings.write(settings.language_model_config(run, rows, ae_path, special_ids, dtype), folder)
+    else:
+        settings.write({**stored.config, "ae_path": ae_path}, folder)
 
     def groups() -> Iterator[list[tuple[str, Tensor]]]:
         yield from published_autoencoder.published_groups(autoencoder, AE_PREFIX, rows)
@@ -217,7 +225,8 @@ def export_language_model(
                 alias = [HEAD_ALIAS + name.removeprefix(HEAD)] if name.startswith(HEAD) else []
                 yield [(n, stored) for n in (name, *alias)]
 
-    write_weights(folder, groups(), container, max_shard_bytes)
+    made = groups()
+    write_weights(folder, made if stored is None else stored.as_stored(made), container, max_shard_bytes)
 
 
 def whole_weights(models: Sequence[CalmModel]) -> Callable[[str], Tensor]:

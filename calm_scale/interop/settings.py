@@ -24,7 +24,7 @@ from calm_scale.interop.files import InteropError
 CONFIG_FILE = "config.json"
 _PADDING_ROWS = 1
 _IDS_END = 2**31
-_IDS = {"bos_token_id": 128_000, "eos_token_id": 128_001, "pad_token_id": 128_256}
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -70,9 +70,13 @@ def autoencoder_sections(
 
 
 def autoencoder_config(
-    model: AutoencoderModelConfig, objective: ObjectiveConfig, vocab_size: int, patch_size: int
+    model: AutoencoderModelConfig,
+    objective: ObjectiveConfig,
+    vocab_size: int,
+    patch_size: int,
+    special_ids: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
-    """config.json of an autoencoder."""
+    """config.json of an autoencoder; ``special_ids`` are those of its tokenizer."""
     return {
         "architectures": ["Autoencoder"],
         "ae_dropout": objective.token_dropout,
@@ -92,7 +96,7 @@ def autoencoder_config(
         "mlp_bias": False,
         "pretraining_tp": 1,
         "tie_word_embeddings": False,
-        **_special_ids(None, vocab_size),
+        **_special_ids(special_ids, vocab_size),
         "torch_dtype": "float32",
     }
 
@@ -124,9 +128,13 @@ def language_model_sections(
 
 
 def language_model_config(
-    run: RunConfig, vocab_size: int, ae_path: str, special_ids: Mapping[str, int | None] | None = None
+    run: RunConfig,
+    vocab_size: int,
+    ae_path: str,
+    special_ids: Mapping[str, int | None] | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
-    """config.json of a CALM with an energy head; ``special_ids`` are those of its tokenizer (default: Llama 3's)."""
+    """config.json of a CALM with an energy head; ``special_ids`` are those of its tokenizer, ``dtype`` the weights'."""
     if run.lm is None or not isinstance(run.lm.head, EnergyHeadConfig):
         kind = None if run.lm is None else run.lm.head.kind
         raise InteropError(f"the published layout is known for the energy head only, this run has {kind}")
@@ -159,7 +167,7 @@ def language_model_config(
         "tie_word_embeddings": False,
         "use_cache": True,
         **_special_ids(special_ids, vocab_size),
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
     }
 
 
@@ -230,9 +238,12 @@ def _place(folder: Path | None) -> object:
 
 
 def _special_ids(ids: Mapping[str, int | None] | None, vocab_size: int) -> dict[str, int | None]:
-    """None for one that the vocabulary does not hold: readers take it for a row of the embedding."""
-    known = _IDS if ids is None else ids
-    return {name: known[name] if (known[name] or 0) < vocab_size else None for name in _IDS}
+    """None for one that is unknown, or that the vocabulary does not hold: readers take it for an embedding's row."""
+    known = ids or {}
+    found = {name: known.get(name) for name in SPECIAL_IDS}
+    return {
+        name: None if number is None or number >= vocab_size else number for name, number in found.items()
+    }
 
 
 def write(config: dict[str, Any], folder: Path) -> None:

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 from calm_scale.config.data import TokenizerConfig
+from calm_scale.config.stored import read_object
 from calm_scale.interop.files import InteropError
+from data_prep.errors import TokenizerError
+from data_prep.tokenizer import load_tokenizer
 from data_prep.tokenizer_spec import read_spec
 
 
@@ -50,3 +53,41 @@ def check_definition(file: Path) -> None:
         raise InteropError(
             f"{file} is not a tokenizer definition: {error}; download it again, or take it out of the folder"
         ) from None
+
+
+def published_policy(folder: Path) -> TokenizerConfig:
+    """The tokenizer settings under which a published ``tokenizer.json`` gives the ids that it gives its own readers.
+
+    Its post-processor says whether BOS and EOS frame a text, ``tokenizer_config.json`` names the special tokens. A
+    fast encoder that would give other ids is not used.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    native = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    special = {token.content for token in native.get_added_tokens_decoder().values() if token.special}
+    named = _named_tokens(folder / "tokenizer_config.json")
+    names = {f"{kind}_token": name for kind, name in named.items() if name in special}
+    bare = TokenizerConfig.model_validate({"add_bos": False, "encoder": "tokenizers", **names})
+    spec = read_spec(bare, path)
+    framing = native.encode("").ids
+    policy = {"add_bos": spec.bos_id in framing, "add_eos": spec.eos_id in framing}
+    framed = bare.model_copy(update=policy)
+    try:
+        automatic = framed.model_copy(update={"encoder": "auto"})
+        load_tokenizer(automatic, path)
+    except TokenizerError:
+        return framed
+    return automatic
+
+
+def _named_tokens(path: Path) -> dict[str, str]:
+    """``bos``, ``eos`` and ``pad`` as tokenizer_config.json names them, a string or an object with ``content``."""
+    if not path.is_file():
+        return {}
+    raw = read_object(path, remedy="download it again", raises=InteropError)
+    found = {kind: raw.get(f"{kind}_token") for kind in ("bos", "eos", "pad")}
+    texts = {
+        kind: token.get("content") if isinstance(token, dict) else token for kind, token in found.items()
+    }
+    return {kind: text for kind, text in texts.items() if isinstance(text, str)}

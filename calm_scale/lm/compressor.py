@@ -31,10 +31,9 @@ class Compressor(nn.Module):
         self.patch_size = patch_size
         self.sequence_parallel = config.sequence_parallel
         d = config.hidden_size
-        eps = config.layernorm_epsilon
         self.tokens = TokenInput(config, vocab_size, patch_size) if mode != "continuous" else None
         self.latent = LatentInput(config, latent_size) if mode != "discrete" else None
-        self.norm = LayerNorm(config, d, eps)
+        self.norm = LayerNorm(config, d)  # eps 1e-6 as in the head; norm_eps is the RMSNorms'
 
     def forward(self, tokens: torch.Tensor, latents: torch.Tensor | None) -> torch.Tensor:
         """Compress; ``latents`` is required unless the mode is discrete."""

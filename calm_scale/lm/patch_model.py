@@ -21,6 +21,7 @@ from calm_scale.lm.targets import LatentCodec, input_latents
 from calm_scale.lm.vocabulary import VocabularyOutput
 from calm_scale.runtime.finite import require_finite
 from calm_scale.runtime.megatron import Layout, Precision, Ranks, initialize
+from calm_scale.runtime.streams import Randomness, categorical
 
 
 class PatchModel(Protocol):
@@ -37,8 +38,11 @@ class PatchModel(Protocol):
         """Teacher-forced: tokens [B, P·K] → hidden states [B, P, d]; state i conditions patch i+1."""
         ...
 
-    def draw(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
-        """Independent next patches for hidden [..., d] → ids [num_samples, ..., K]."""
+    def draw(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
+        """Independent next patches for hidden [..., d] → ids [num_samples, ..., K].
+
+        ``generator``: with a stream for each row, hidden is [R, d].
+        """
         ...
 
     def begin(self, batch_size: int, max_patches: int) -> Any:
@@ -94,18 +98,16 @@ class MegatronPatchModel:
         return require_finite(out, "hidden states")
 
     @torch.no_grad()
-    def draw(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
+    def draw(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
         """See ``PatchModel``. The decoder's most likely ids, or one sampled token for the baseline."""
         if not self._model.is_autoregressive:
             return self.decode_ids(self.draw_latents(hidden, num_samples, generator))
         law = self.log_probs(hidden).exp().reshape(-1, self.vocab_size)
-        drawn = torch.multinomial(law, num_samples, replacement=True, generator=generator)
+        drawn = categorical(law, num_samples, generator)
         return drawn.T.reshape(num_samples, *hidden.shape[:-1], 1)
 
     @torch.no_grad()
-    def draw_latents(
-        self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator
-    ) -> torch.Tensor:
+    def draw_latents(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
         """The head's samples [num_samples, ..., l] for hidden [..., d]."""
         head = self._model.head
         if not isinstance(head, GenerativeHead):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from calm_scale.config.base import ConfigError
+from calm_scale.runtime.streams import Randomness, uniform
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -164,7 +165,7 @@ def log_weights(num_candidates: int, at: Exponent) -> Floats:
 
 
 def choose(
-    candidates: Tensor, temperature: float, generator: torch.Generator, allowed: Tensor | None = None
+    candidates: Tensor, temperature: float, generator: Randomness, allowed: Tensor | None = None
 ) -> BatchChoice:
     """Algorithm 2 on ids ``[N, R, K]``: one candidate for every row.
 
@@ -196,7 +197,7 @@ def choose(
     reached = np.exp(log_weight, out=log_weight).cumsum()
     top = reached[stop - 1]
     bottom = np.concatenate([[0.0], top[:-1]])
-    u = torch.rand(num_rows, dtype=torch.float64, device=generator.device, generator=generator).cpu().numpy()
+    u = uniform((num_rows,), generator, torch.float64).cpu().numpy()
     mark = np.minimum(bottom + u * (top - bottom), np.nextafter(top, bottom))
     index = runs.index[np.searchsorted(reached, mark, side="right")]
     return BatchChoice(*(torch.from_numpy(a).to(candidates.device) for a in (index, order)))

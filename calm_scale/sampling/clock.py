@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calm_scale.lm.patch_model import PatchModel
+    from calm_scale.runtime.streams import Randomness
 
 
 class Clock:
@@ -71,7 +72,7 @@ class TimedModel:
         with self.clock.part("backbone"):
             return self.model.advance(state, patches)
 
-    def draw(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+    def draw(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
         """Head and decoder booked apart where the model offers ``draw_latents`` and ``decode_ids``."""
         latents = self._latents(hidden, num_samples, generator) if self._splits else None
         if latents is None:
@@ -80,7 +81,7 @@ class TimedModel:
         with self.clock.part("decoder"):
             return cast("Tensor", cast("Any", self.model).decode_ids(latents))
 
-    def _latents(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor | None:
+    def _latents(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor | None:
         """The head's samples; None from a model that turns out to have none (the autoregressive baseline)."""
         try:
             with self.clock.part("head"):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from calm_scale.runtime.streams import Randomness, of_rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 _LOGITS = 1 << 28  # fp32: 1 GiB
 
 
-def draw_rows(model: PatchModel, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+def draw_rows(model: PatchModel, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
     """Ids ``[num_samples, R, K]`` for hidden ``[R, d]``.
 
     The pieces follow from the arguments alone, so a seed means the same ids; a piece is some rows with all their
@@ -24,7 +26,9 @@ def draw_rows(model: PatchModel, hidden: Tensor, num_samples: int, generator: to
     rows_at_once = max(1, _LOGITS // (num_samples * per_sample))
     samples_at_once = max(1, min(num_samples, _LOGITS // per_sample))
     pieces = []
-    for rows in hidden.split(rows_at_once):
+    for begin in range(0, len(hidden), rows_at_once):
+        rows = hidden[begin : begin + rows_at_once]
+        source = of_rows(generator, range(begin, begin + len(rows)))
         counts = [min(samples_at_once, num_samples - i) for i in range(0, num_samples, samples_at_once)]
-        pieces.append(torch.cat([model.draw(rows, count, generator) for count in counts]))
+        pieces.append(torch.cat([model.draw(rows, count, source) for count in counts]))
     return torch.cat(pieces, dim=1)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from calm_scale.runtime.streams import Randomness, of_rows, uniform
 from calm_scale.sampling.batch import Exponent, choose, exponent, take
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def sample_exact(
     draw: Draw,
     num_rows: int,
     temperature: float,
-    generator: torch.Generator,
+    generator: Randomness,
     *,
     budget: int,
     fallback_candidates: int = 200,
@@ -72,15 +73,17 @@ def sample_exact(
     state = _State(at, everyone, budget, generator)
     block = at.n
     while len(active := state.unfinished()):
-        left = budget - int(state.used[active].max())
-        size = max(at.n, min(block, max_block, left) // at.n * at.n)
-        state.feed(active, draw(active, size))
+        sizes = (budget - state.used[active]).clamp(max=min(block, max_block)) // at.n * at.n
+        sizes = sizes.clamp(min=at.n)
+        for size in sizes.unique().tolist():  # near the budget the rows' blocks differ
+            rows = active[sizes == size]
+            state.feed(rows, draw(rows, size))
         block *= 2
     rest = state.exhausted.nonzero()[:, 0]
     if len(rest):
         candidates = draw(rest, fallback_candidates)
         state.made += fallback_candidates * len(rest)
-        chosen = choose(candidates, temperature, generator)
+        chosen = choose(candidates, temperature, of_rows(generator, rest))
         state.put(rest, take(candidates, chosen.index))
     return ExactSample(state.patches, state.used, state.made, state.exhausted)
 
@@ -88,7 +91,7 @@ def sample_exact(
 class _State:
     """Where every row stands: looking for a candidate (factory = 0) or at factory step i."""
 
-    def __init__(self, at: Exponent, everyone: Tensor, budget: int, generator: torch.Generator) -> None:
+    def __init__(self, at: Exponent, everyone: Tensor, budget: int, generator: Randomness) -> None:
         self.at, self.budget, self.generator = at, budget, generator
         self.used = torch.zeros_like(everyone)
         self.factory = torch.zeros_like(everyone)
@@ -133,7 +136,7 @@ class _State:
         size = drawn.shape[0]
         i = self.factory[rows] + torch.arange(size, device=rows.device)[:, None]
         match = (drawn == self.patches[rows]).all(-1)  # [D, r]
-        u = torch.rand(match.shape, dtype=torch.float64, device=rows.device, generator=self.generator)
+        u = uniform((len(rows), size), of_rows(self.generator, rows), torch.float64).T
         ends = match | (u < self.at.alpha / i)
         ended, first = ends.any(0), ends.long().argmax(0)
         self.used[rows] += torch.where(ended, first + 1, size)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from calm_scale.runtime.noise import stream_seed
+from calm_scale.runtime.streams import RowStreams, of_rows
 from calm_scale.sampling.batch import PromptError
 from calm_scale.sampling.clock import Clock, TimedModel
 from calm_scale.sampling.prompts import Prompt, TextTokenizer, complete_heads, split_prompt
@@ -91,12 +94,13 @@ def generate(
 
     Prompts are batched by length. Rows of a batch run in step: one that still has prompt patches feeds those
     while others already feed what they drew, so a ragged batch needs neither padding nor masks.
-    The same seed, prompts and settings give the same text on the same kind of device.
+    A text depends on the seed, its prompt and how often that prompt came before: each prompt has a stream of random
+    numbers of its own, whatever stands beside it in a batch (up to the rounding of a batched forward pass).
 
     Args:
         model: any PatchModel; on tensor-parallel ranks every rank calls this with the same arguments.
         tokenizer: see ``TextTokenizer``.
-        prompts: texts (a BOS is put before each, as before each document) or ready token ids.
+        prompts: texts (framed as the training data's documents are) or ready token ids.
         config: sampling rule and limits.
         on_text: called with (prompt index, new text) as text becomes final.
         max_patches: positions of the model's context, prompt and continuation together; None does not check.
@@ -112,13 +116,13 @@ def generate(
     if max_patches is not None:
         _check_context(split, config.max_new_tokens, model.patch_size, max_patches)
     split.sort(key=lambda p: (len(p.full), p.index))
+    seeds = _seeds(split, config.seed)
     done: list[Completion] = []
     with torch.no_grad():
-        for number, begin in enumerate(range(0, len(split), config.batch_size)):
-            batch = _Batch(
-                tempered, timed, tokenizer, split[begin : begin + config.batch_size], config, on_text
-            )
-            done += batch.run(stream_seed("generate", config.seed, number))
+        for begin in range(0, len(split), config.batch_size):
+            rows = split[begin : begin + config.batch_size]
+            batch = _Batch(tempered, timed, tokenizer, rows, config, on_text)
+            done += batch.run([seeds[prompt.index] for prompt in rows])
     seconds = dict(clock.seconds)
     seconds["other"] = max(0.0, time.perf_counter() - started - sum(seconds.values()))
     tally = tempered.tally
@@ -151,15 +155,17 @@ class _Batch:
         self.tally: DrawTally = tempered.tally
         stops = frozenset(i for i in (tokenizer.eos_id, tokenizer.bos_id) if i is not None)
         self.texts = [
-            OpenText(tokenizer.decode, stops, config.stop, config.max_new_tokens, _speaker(on_text, p.index))
+            OpenText(
+                tokenizer.decode, p.ids, stops, config.stop, config.max_new_tokens, _speaker(on_text, p.index)
+            )
             for p in prompts
         ]
         self.heads: list[Head] = ["none"] * len(prompts)
 
-    def run(self, seed: int) -> list[Completion]:
+    def run(self, seeds: Sequence[int]) -> list[Completion]:
+        """Continues the prompts; ``seeds`` has one for each."""
         model, k = self.timed, self.timed.patch_size
-        generator = torch.Generator(model.device)
-        generator.manual_seed(seed)
+        generator = RowStreams.seeded(seeds, model.device)
         shortest = min(len(p.full) for p in self.prompts)
         state = model.begin(len(self.prompts), self._num_patches(k))
         first = torch.tensor([p.full[:shortest] for p in self.prompts], device=model.device)
@@ -178,7 +184,7 @@ class _Batch:
         """Patches of the longest row, prompt and continuation."""
         return max(_patches_needed(p, self.config.max_new_tokens, k) for p in self.prompts)
 
-    def _next_patches(self, place: int, hidden: Tensor, generator: torch.Generator) -> Tensor:
+    def _next_patches(self, place: int, hidden: Tensor, generator: RowStreams) -> Tensor:
         """Ids ``[B, K]`` at patch index ``place``: prompt, completed head, or drawn; finished rows repeat zeros."""
         k = self.timed.patch_size
         patches = torch.zeros(len(self.prompts), k, dtype=torch.int64, device=hidden.device)
@@ -193,7 +199,7 @@ class _Batch:
             if heads:
                 patches[heads] = self._complete(heads, hidden, generator)
             if drawn:
-                patches[drawn] = self.tempered.draw(hidden[drawn], 1, generator)[0]
+                patches[drawn] = self.tempered.draw(hidden[drawn], 1, of_rows(generator, drawn))[0]
             listed = patches.tolist()
         with self.clock.part("text"):
             for row in heads:
@@ -202,7 +208,7 @@ class _Batch:
                 self.texts[row].extend(listed[row])
         return patches
 
-    def _complete(self, rows: list[int], hidden: Tensor, generator: torch.Generator) -> Tensor:
+    def _complete(self, rows: list[int], hidden: Tensor, generator: RowStreams) -> Tensor:
         heads = complete_heads(
             self.timed,
             hidden[rows],
@@ -210,7 +216,7 @@ class _Batch:
             self.tempered.temperature,
             self.config.num_candidates,
             self.config.draw_budget,
-            generator,
+            of_rows(generator, rows),
         )
         for row, agreed in zip(rows, heads.agreed.tolist(), strict=True):
             self.heads[row] = "agreed" if agreed else "forced"
@@ -228,6 +234,18 @@ class _Batch:
             num_front_bos=prompt.num_front,
             head=self.heads[row],
         )
+
+
+def _seeds(prompts: Sequence[Prompt], seed: int) -> dict[int, int]:
+    """The seed of each prompt, by its index: a function of ``seed``, the prompt and its place among equal prompts."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    seeds = {}
+    for prompt in sorted(prompts, key=lambda p: p.index):
+        key = (prompt.full, prompt.given)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+        seeds[prompt.index] = stream_seed("generate", seed, digest, seen[key])
+        seen[key] += 1
+    return seeds
 
 
 def _head_sampler(tempered: TemperedModel, num_candidates: int) -> str:

@@ -2,7 +2,8 @@
 
 A prompt is split into full patches and a ragged head: the r = length mod K given tokens of the patch to come.
 That patch is drawn like any other and kept only if it agrees with the given tokens, so nothing is ever padded in
-the middle. A prompt shorter than one patch has no state to draw from; it gets BOS tokens in front of it.
+the middle. A prompt shorter than one patch has no state to draw from; it gets the token that separates documents
+(BOS, or EOS where the data has no BOS) in front of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from calm_scale.runtime.streams import Randomness, of_rows
 from calm_scale.sampling.batch import PromptError, choose, exponent, take
 from calm_scale.sampling.draws import draw_rows
 
@@ -34,6 +36,12 @@ class TextTokenizer(Protocol):
     @property
     def eos_id(self) -> int | None: ...
 
+    @property
+    def before_document(self) -> tuple[int, ...]: ...
+
+    @property
+    def boundary_id(self) -> int | None: ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str: ...
@@ -44,40 +52,40 @@ class Prompt:
     """``full`` patches of K ids each, then ``given``: 0..K−1 ids of the next patch."""
 
     index: int
+    ids: tuple[int, ...]  # without what is put before it
     full: tuple[tuple[int, ...], ...]
     given: tuple[int, ...]
     num_tokens: int
-    num_front: int  # BOS tokens put in front to fill the first patch
+    num_front: int  # BOS (or EOS) tokens put in front to fill the first patch
 
 
 def split_prompt(
     prompt: str | Sequence[int], index: int, tokenizer: TextTokenizer, patch_size: int, vocab_size: int
 ) -> Prompt:
-    """Cuts a prompt (text, which gets a BOS as every document does, or ids as they are) into patches.
+    """Cuts a prompt (text, framed as the documents of the training data are, or ids as they are) into patches.
 
     Raises:
-        PromptError: an id outside of the vocabulary, or a prompt that needs a BOS no tokenizer defines.
+        PromptError: an id outside of the vocabulary, or a short prompt where no id separates documents.
     """
-    bos = tokenizer.bos_id
-    if isinstance(prompt, str):
-        ids = [*([] if bos is None else [bos]), *tokenizer.encode(prompt)]
-    else:
-        ids = list(prompt)
+    framing = tokenizer.before_document if isinstance(prompt, str) else ()
+    own = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    ids = [*framing, *own]
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong:
         raise PromptError(
             f"prompt {index}: token id {wrong[0]} lies outside of the model's vocabulary of {vocab_size}"
         )
     front = max(0, patch_size - len(ids))
-    if front and bos is None:
+    boundary = tokenizer.boundary_id
+    if front and boundary is None:
         raise PromptError(
-            f"prompt {index} has {len(ids)} tokens, less than one patch of {patch_size}, and the tokenizer has no "
-            "BOS to put in front of it; give a longer prompt"
+            f"prompt {index} has {len(ids)} tokens, less than one patch of {patch_size}, and the data has neither BOS "
+            "nor EOS to put in front of it (tokenizer.add_bos, tokenizer.add_eos); give a longer prompt"
         )
-    ids = [bos or 0] * front + ids
+    ids = [boundary or 0] * front + ids
     stop = len(ids) // patch_size * patch_size
     full = tuple(tuple(ids[i : i + patch_size]) for i in range(0, stop, patch_size))
-    return Prompt(index, full, tuple(ids[stop:]), len(ids) - front, front)
+    return Prompt(index, tuple(own), full, tuple(ids[stop:]), len(ids) - front, front)
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ def complete_heads(
     temperature: float,
     num_candidates: int,
     budget: int,
-    generator: torch.Generator,
+    generator: Randomness,
 ) -> Heads:
     """Draws a patch that begins with the given tokens, from P(patch | given) sharpened by Algorithm 2.
 
@@ -134,7 +142,7 @@ def complete_heads(
     while spent < budget and not bool(agreed.all()):
         rows = (~agreed).nonzero()[:, 0]
         number = min(max(num_candidates, min(spent, _MOST_AT_ONCE)), budget - spent)
-        candidates = draw_rows(model, hidden[rows], number, generator)
+        candidates = draw_rows(model, hidden[rows], number, of_rows(generator, rows))
         spent, draws = spent + number, draws + number * len(rows)
         fits = (candidates == want[rows]) | free[rows]
         agree = fits.all(-1)  # [N, r]
@@ -145,7 +153,8 @@ def complete_heads(
         patches[rows[better]] = take(candidates, best)[better]
         longest[rows] = torch.maximum(longest[rows], length.amax(0))
         if bool(found.any()):
-            choice = choose(candidates[:, found], temperature, generator, agree[:, found])
+            source = of_rows(generator, rows[found])
+            choice = choose(candidates[:, found], temperature, source, agree[:, found])
             patches[rows[found]] = take(candidates[:, found], choice.index)
             agreed[rows[found]] = True
             fell_back[rows[found]] = choice.fell_back(order)

@@ -15,8 +15,12 @@ class OpenText:
     Tokens come a patch at a time; those after an end token inside a patch are dropped, and so is all beyond
     ``max_new_tokens``. A stop string ends the text before it, wherever it straddles patches.
 
+    A tokenizer may read a token otherwise at the beginning of a text (SentencePiece drops its space), so the new
+    tokens are decoded behind the prompt's: prompt and continuation together are what the tokenizer makes of all ids.
+
     Args:
         decode: ids → text.
+        prompt: the prompt's ids, without BOS.
         stop_ids: end-of-text ids (EOS, and BOS, which begins the next document).
         stop: stop strings.
         max_new_tokens: limit.
@@ -26,6 +30,7 @@ class OpenText:
     def __init__(
         self,
         decode: Callable[[list[int]], str],
+        prompt: Sequence[int],
         stop_ids: frozenset[int],
         stop: Sequence[str],
         max_new_tokens: int,
@@ -34,6 +39,8 @@ class OpenText:
         self.ids: list[int] = []
         self.finish: Finish | None = None
         self._decode, self._stop_ids, self._limit = decode, stop_ids, max_new_tokens
+        self._prompt = list(prompt)
+        self._before = decode(self._prompt)
         self._stop = [s for s in stop if s]
         self._on_text = on_text
         self._shown = 0
@@ -42,7 +49,16 @@ class OpenText:
     @property
     def text(self) -> str:
         """The continuation, without the stop string."""
-        return self._decode(self.ids) if self._cut is None else self._cut
+        return self._continuation() if self._cut is None else self._cut
+
+    def _continuation(self) -> str:
+        whole = self._decode(self._prompt + self.ids)
+        if whole.startswith(self._before):
+            return whole[len(self._before) :]
+        begun = self._before.rstrip(
+            _PARTIAL
+        )  # the prompt ended inside a character that the new tokens complete
+        return whole[len(begun) :] if whole.startswith(begun) else self._decode(self.ids)
 
     def extend(self, ids: Sequence[int]) -> None:
         """Adds the new tokens of one patch."""
@@ -58,7 +74,7 @@ class OpenText:
             return
         self.ids.append(token)
         if self._stop:
-            text = self._decode(self.ids)
+            text = self._continuation()
             places = [place for s in self._stop if (place := text.find(s)) >= 0]
             if places:
                 self._cut, self.finish = text[: min(places)], "stop"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from calm_scale.runtime.streams import Randomness, of_rows
 from calm_scale.sampling.batch import SamplingError, choose, exponent, take
 from calm_scale.sampling.draws import draw_rows
 from calm_scale.sampling.exact import sample_exact
@@ -113,26 +114,26 @@ class TemperedModel:
         """The model's own."""
         return self.model.advance(state, patches)
 
-    def draw(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+    def draw(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
         """Ids ``[num_samples, ..., K]``, independent samples at this temperature for hidden ``[..., d]``."""
         if self.algorithm == "plain":
             self.tally.add(num_samples * hidden[..., 0].numel(), num_samples * hidden[..., 0].numel(), 0)
             drawn = draw_rows(self.model, hidden.flatten(0, -2), num_samples, generator)
         else:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            rows = rows.expand(num_samples, *rows.shape).reshape(-1, rows.shape[-1])
-            pieces = [self._tempered(part, generator) for part in rows.split(_ROWS)]
+            numbers = torch.arange(len(rows)).repeat(num_samples)
+            pieces = [self._tempered(rows[part], of_rows(generator, part)) for part in numbers.split(_ROWS)]
             drawn = torch.cat(pieces)
         return drawn.reshape(num_samples, *hidden.shape[:-1], self.patch_size)
 
-    def _tempered(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+    def _tempered(self, rows: Tensor, generator: Randomness) -> Tensor:
         if self.algorithm == "batch":
             candidates = draw_rows(self.model, rows, self.num_candidates, generator)
             choice = choose(candidates, self.temperature, generator)
             self.tally.add(len(rows), self.num_candidates * len(rows), choice.num_fallbacks(self._at.n))
             return take(candidates, choice.index)
         result = sample_exact(
-            lambda index, number: draw_rows(self.model, rows[index], number, generator),
+            lambda index, number: draw_rows(self.model, rows[index], number, of_rows(generator, index)),
             len(rows),
             self.temperature,
             generator,

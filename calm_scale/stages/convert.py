@@ -13,6 +13,7 @@ from calm_scale.checkpoint.card import Card, Counters, Identity
 from calm_scale.checkpoint.run_id import run_id
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.launch import autoencoder_section, lm_section
@@ -37,7 +38,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> int:
         if card.stage == "autoencoder":
             _export_autoencoder(config, card, shards, partial)
         else:
-            _export_language_model(config, card, checkpoint, shards, partial)
+            _export_language_model(config, card, checkpoint, shards, partial, out)
     Console().print(f"exported step {card.step} to {out}", soft_wrap=True, highlight=False)
     return EXIT_OK
 
@@ -67,31 +68,46 @@ def _export_autoencoder(config: RunConfig, card: Card, shards: Path, out: Path) 
     )
 
 
-def _export_language_model(config: RunConfig, card: Card, checkpoint: Path, shards: Path, out: Path) -> None:
+def _export_language_model(
+    config: RunConfig, card: Card, checkpoint: Path, shards: Path, partial: Path, out: Path
+) -> None:
+    """Into ``partial``, which becomes ``out``: config.json names the autoencoder by its place there."""
     if lm_section(config).head.kind != "energy":
         raise ConfigError(f"{checkpoint}: the published layout knows the energy head only")
     from calm_scale.autoencoder.export import load_export
     from calm_scale.interop.autoencoder import export_autoencoder
     from calm_scale.interop.language_model import export_language_model
+    from calm_scale.interop.origin import Origin
     from calm_scale.interop.sharded import whole_from_checkpoint
     from calm_scale.interop.tokenizer import export_tokenizer
     from data_prep.tokenizer import load_tokenizer
 
     autoencoder, exported = load_export(config.autoencoder_export)
-    export_autoencoder(autoencoder, exported.objective, out / AUTOENCODER, container="safetensors")
-    ids = None
+    origin = Origin.read(config.workdir)
+    ids = None if origin is None else origin.special_ids()
     if config.tokenizer_path.exists():
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
         refuse_other_tokenizer(tokenizer, card, config.tokenizer_path)
         tokens = lm_section(config).backbone.positions * config.patch_size
-        ids = export_tokenizer(config.tokenizer, config.tokenizer_path, out, tokens)
+        found = export_tokenizer(config.tokenizer, config.tokenizer_path, partial, tokens)
+        ids = ids or found
+    export_autoencoder(
+        autoencoder,
+        exported.objective,
+        partial / AUTOENCODER,
+        container="safetensors",
+        special_ids=ids,
+        stored=None if origin is None else origin.autoencoder,
+    )
     export_language_model(
         config,
         whole_from_checkpoint(shards),
         autoencoder,
-        out,
+        partial,
         container="safetensors",
+        ae_path=str(out.resolve() / AUTOENCODER),
         special_ids=ids,
+        stored=origin.language_model if origin is not None and card.step == 0 else None,
     )
 
 
@@ -102,21 +118,27 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
     """
     make_way(out, "the imported run")
     from calm_scale.interop.language_model import PublishedLanguageModel
-    from calm_scale.interop.tokenizer import check_definition
+    from calm_scale.interop.origin import Origin, Stored
+    from calm_scale.interop.tokenizer import check_definition, published_policy
     from calm_scale.runtime.megatron import initialize
     from calm_scale.runtime.world import init_world
 
     beside = folder / AUTOENCODER if (folder / AUTOENCODER).is_dir() else None
-    published = PublishedLanguageModel(folder, autoencoder_folder or beside, name=out.name, workdir=str(out))
-    published.read_through()
     carried = folder / "tokenizer.json"
+    policy = TokenizerConfig()
     if carried.is_file():
         check_definition(carried)
+        policy = published_policy(folder)
+    source = autoencoder_folder or beside
+    published = PublishedLanguageModel(folder, source, name=out.name, workdir=str(out), tokenizer=policy)
+    published.read_through()
     world = init_world()
     initialize(lm_section(published.run).parallel, world)
     fingerprint, trouble = _tokenizer_of(published.run, carried)
     with appearing_whole(out) as partial:
         _write_run(published, fingerprint, partial, world)
+        if source is not None:
+            Origin(language_model=Stored.of(folder), autoencoder=Stored.of(source)).write(partial)
         if carried.is_file():
             shutil.copyfile(carried, partial / published.run.tokenizer_path.relative_to(out))
     world.close()
@@ -127,7 +149,7 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
         f"score: calm-scale eval {document} --set data=DIR   (DIR holds a prepared `heldout` split)",
     ]
     if trouble:
-        lines.append(f"{trouble}: put one at {published.run.tokenizer_path}")
+        lines.append(f"{trouble} {published.run.tokenizer_path}")
     for line in lines:
         Console().print(line, soft_wrap=True, highlight=False, markup=False)
     return EXIT_OK
@@ -139,11 +161,11 @@ def _tokenizer_of(run: RunConfig, carried: Path) -> tuple[str, str | None]:
     from data_prep.tokenizer import load_tokenizer
 
     if not carried.is_file():
-        return "", "it carried no tokenizer.json"
+        return "", "it carried no tokenizer.json: put one at"
     try:
         return load_tokenizer(run.tokenizer, carried).fingerprint, None
     except TokenizerError as error:
-        return "", f"its tokenizer.json cannot be used ({error})"
+        return "", f"its tokenizer.json cannot be used ({error}): set tokenizer.* in the run, or replace"
 
 
 def _write_run(published: PublishedLanguageModel, tokenizer: str, folder: Path, world: World) -> None:

@@ -37,12 +37,11 @@ def run_scoring(
 
     wanted = given_texts(texts, jsonl, "text")
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
-    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     world = init_world()
     try:
         refuse_spare_ranks(world, tensor, "score")
         opened = open_model(config, world, step, tensor, tokenizer)
-        ids = [[*bos, *tokenizer.encode(text)] for text in wanted]
+        ids = [[*tokenizer.before_document, *tokenizer.encode(text)] for text in wanted]
         reasons = [_unfit(config, len(tokens)) for tokens in ids]
         if all(reasons):
             raise ConfigError(f"nothing to score: {reasons[0]}; give a text of another length")

@@ -19,11 +19,13 @@ from calm_scale.interop import settings
 from calm_scale.interop.autoencoder import export_autoencoder
 from calm_scale.interop.files import InteropError, WeightFiles, write_weights
 from calm_scale.interop.language_model import PublishedLanguageModel, export_language_model, whole_weights
+from calm_scale.interop.origin import Origin, Stored
 from calm_scale.interop.sharded import whole_from_checkpoint, write_checkpoint
 from calm_scale.lm.build import build_models
 from calm_scale.lm.sharded import read_weights, write_shards
 from calm_scale.runtime.megatron import initialize
 
+EPS = 1e-5  # of the RMSNorms; the LayerNorms of compressor and head have 1e-6 whatever config.json says
 L, D, FF, H, G, K, V, Z, NOISE, BLOCKS = 2, 16, 24, 4, 2, 2, 11, 6, 8, 1
 
 
@@ -59,7 +61,7 @@ def published_names():
 
 
 def rms(x, w):
-    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * w
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * w
 
 
 def rotate(x):
@@ -112,6 +114,8 @@ def main():
     autoencoder = Autoencoder(ae_config, V, K, seed=3)
     export_autoencoder(autoencoder, ObjectiveConfig(), out / "ae")
     stored = {n: 0.3 * torch.randn(s, generator=generator) for n, s in published_names().items()}
+    for kind in ("weight", "bias"):  # patches of little spread, where an epsilon counts
+        stored[f"embed_proj.2.{kind}"] *= 0.02
     weights = dict(stored)
     weights |= {n.replace("generative_head", "mlp_generator"): t for n, t in stored.items() if "head" in n}
     weights |= {f"ae_model.{n}": t for n, t in WeightFilesDict(out / "ae").items()}
@@ -120,7 +124,7 @@ def main():
         "patch_size": K, "num_mlp_layers": BLOCKS, "num_samples": 4, "beta": 1.0, "noise_size": NOISE,
         "latent_size": Z, "vocab_size": V, "hidden_size": D, "intermediate_size": FF, "num_hidden_layers": L,
         "num_attention_heads": H, "num_key_value_heads": G, "max_position_embeddings": 16,
-        "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 10_000.0, "rms_norm_eps": EPS, "hidden_act": "silu",
     }  # fmt: skip
     settings.write(config, out / "theirs")
     write_weights(out / "theirs", [[item] for item in weights.items()], "bin", 1 << 30)
@@ -200,7 +204,7 @@ def main():
     ]
     report["larger_config"] = variant("larger_config", weights, vocab_size=V + 1)
     report["many_blocks"] = variant("many_blocks", weights, num_mlp_layers=10**9)
-    report["wide_noise"] = variant("wide_noise", weights, noise_size=10**30)
+    report["wide_noise"] = variant("wide_noise", weights, noise_size=10**18)
     report["full_disk"] = full_disk(out)
     report["flow"] = variant("flow", {**weights, "generative_head.net.x": torch.ones(1)})
     report["other_ae"] = variant(
@@ -214,7 +218,44 @@ def main():
         torch.equal(a, b)
         for a, b in zip(embedded.autoencoder.parameters(), autoencoder.parameters(), strict=True)
     )
+    report |= given_back(out, config, weights)
     print(json.dumps(report))
+
+
+def given_back(out, config, weights):
+    """A folder of mixed data types with one head alias, imported into shards and exported again."""
+    told = {"bos_token_id": 3, "eos_token_id": 4, "pad_token_id": None, "torch_dtype": "bfloat16"}
+    settings.write({**config, **told, "transformers_version": "4.43.0"}, out / "mixed")
+    settings.write({**settings.read(out / "ae"), **told}, out / "mixed_ae")
+    autoencoder = {n: t.bfloat16() for n, t in WeightFilesDict(out / "ae").items()}
+    write_weights(out / "mixed_ae", [[item] for item in autoencoder.items()], "bin", 1 << 30)
+    mixed = {n: t for n, t in weights.items() if "mlp_generator" not in n and "ae_model" not in n}
+    mixed = {n: t if "layernorm" in n or "k_proj" in n else t.bfloat16() for n, t in mixed.items()}
+    mixed |= {f"ae_model.{n}": t for n, t in autoencoder.items()}
+    write_weights(out / "mixed", [[item] for item in mixed.items()], "bin", 1 << 30)
+    published = PublishedLanguageModel(out / "mixed", out / "mixed_ae")
+    (out / "mixed_shards").mkdir()
+    write_checkpoint(published, out / "mixed_shards")
+    (out / "run").mkdir()
+    Origin(language_model=Stored.of(out / "mixed"), autoencoder=Stored.of(out / "mixed_ae")).write(
+        out / "run"
+    )
+    origin = Origin.read(out / "run")
+    export_autoencoder(published.autoencoder, ObjectiveConfig(), out / "again_ae", stored=origin.autoencoder)
+    export_language_model(
+        published.run, whole_from_checkpoint(out / "mixed_shards"), published.autoencoder, out / "again",
+        ae_path="here", stored=origin.language_model,
+    )  # fmt: skip
+    same = {}
+    for name, tensors in (("mixed", mixed), ("mixed_ae", autoencoder)):
+        again = WeightFilesDict(out / name.replace("mixed", "again"))
+        same[f"{name}_names"] = again.keys() == tensors.keys()
+        same[f"{name}_bits"] = all(
+            again[n].dtype == t.dtype and torch.equal(again[n], t) for n, t in tensors.items()
+        )
+        keys = settings.read(out / name.replace("mixed", "again"))
+        same[f"{name}_config"] = {**keys, "ae_path": 0} == {**settings.read(out / name), "ae_path": 0}
+    return {"given_back": same, "new_ae_path": settings.read(out / "again")["ae_path"]}
 
 
 def full_disk(out):

@@ -46,6 +46,12 @@ def test_round_trip_is_bit_equal(report, container):
     assert report[f"{container}_shards"] > 2
 
 
+def test_an_imported_folder_is_given_back_as_it_was(report):
+    """Names, bits, the data type of every tensor, and every key of both config.json but the autoencoder's place."""
+    assert all(report["given_back"].values()), report["given_back"]
+    assert report["new_ae_path"] == "here"
+
+
 def test_padding_row_is_cut_off_and_put_back(report):
     assert report["stripped_rows"] == 10
     assert report["padded_row_is_zero"]

@@ -8,9 +8,12 @@ import json
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.interop.files import InteropError
-from calm_scale.interop.tokenizer import check_definition, export_tokenizer
+from calm_scale.interop.settings import SPECIAL_IDS, autoencoder_config
+from calm_scale.interop.tokenizer import check_definition, export_tokenizer, published_policy
+from data_prep.errors import TokenizerError
 from data_prep.tokenizer import load_tokenizer
 
 
@@ -69,3 +72,34 @@ def test_a_broken_definition_is_named(source):
     source.write_text("{")
     with pytest.raises(InteropError, match=r"tokenizer\.json is not a tokenizer definition"):
         check_definition(source)
+
+
+@pytest.mark.parametrize(
+    "policy", [{}, {"add_bos": False}, {"add_bos": False, "add_eos": True}, {"add_eos": True}], ids=str
+)
+def test_the_policy_of_an_exported_folder_is_the_runs(source, tmp_path, policy):
+    config = TokenizerConfig(encoder="tokenizers", **policy)
+    export_tokenizer(config, source, tmp_path / "out", max_tokens=8192)
+    read = published_policy(tmp_path / "out")
+    assert (read.add_bos, read.add_eos) == (config.add_bos, config.add_eos)
+    again = load_tokenizer(read, tmp_path / "out" / "tokenizer.json")
+    assert again.fingerprint == load_tokenizer(config, source).fingerprint
+
+
+def test_a_folder_whose_fast_encoder_differs_is_read_with_the_reference(source, tmp_path, monkeypatch):
+    export_tokenizer(TokenizerConfig(encoder="tokenizers"), source, tmp_path / "out", max_tokens=8192)
+
+    def differ(config, path, **_):
+        if config.encoder == "auto":
+            raise TokenizerError("the encoders differ")
+
+    monkeypatch.setattr("calm_scale.interop.tokenizer.load_tokenizer", differ)
+    assert published_policy(tmp_path / "out").encoder == "tokenizers"
+
+
+def test_ids_are_the_tokenizers_or_none():
+    made = autoencoder_config(AutoencoderModelConfig(), ObjectiveConfig(), 128_257, 4)
+    assert [made[name] for name in SPECIAL_IDS] == [None, None, None]
+    ids = {"bos_token_id": 0, "eos_token_id": 7, "pad_token_id": 128_257}
+    made = autoencoder_config(AutoencoderModelConfig(), ObjectiveConfig(), 128_257, 4, ids)
+    assert [made[name] for name in SPECIAL_IDS] == [0, 7, None]

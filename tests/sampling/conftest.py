@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from calm_scale.runtime.streams import categorical, uniform
+
 
 class LawModel:
     """Row r of the hidden states holds its own categorical law over the V**K patches (base-V digits)."""
@@ -25,7 +27,7 @@ class LawModel:
     def draw(self, hidden, num_samples, generator):
         rows = hidden.reshape(-1, hidden.shape[-1]).double()
         self.num_draws += num_samples * len(rows)
-        flat = torch.multinomial(rows, num_samples, True, generator=generator).T
+        flat = categorical(rows, num_samples, generator).T
         return self.ids(flat).reshape(num_samples, *hidden.shape[:-1], self.patch_size)
 
     def hidden(self, tokens):
@@ -56,7 +58,7 @@ class ScriptModel:
         return patches[:, -1, -1:].float()
 
     def draw(self, hidden, num_samples, generator):
-        u = torch.rand(num_samples, *hidden.shape[:-1], generator=generator)
+        u = uniform((*hidden.shape[:-1], num_samples), generator).movedim(-1, 0)
         start = hidden[..., 0].long() + 1 + (u < self.slip).long()
         return (start[..., None] + torch.arange(self.patch_size)) % self.vocab_size
 
@@ -68,6 +70,7 @@ class LetterTokenizer:
     """Ids 0..25 are letters, 26 is BOS, 27 is EOS."""
 
     bos_id, eos_id = 26, 27
+    before_document, boundary_id = (26,), 26
 
     def encode(self, text):
         return [ord(c) - 97 for c in text]

@@ -30,6 +30,7 @@ class Numbers:
     """Ids as text, two digits each; 35 is BOS, 36 EOS."""
 
     bos_id, eos_id = 35, 36
+    before_document, boundary_id = (35,), 35
 
     def encode(self, text):
         return [int(text[i : i + 2]) for i in range(0, len(text), 2)]
@@ -118,6 +119,10 @@ def main():
         settings = GenerationConfig(max_new_tokens=10, temperature=0.5, num_candidates=16, batch_size=3)
         cached = generate(model, Numbers(), prompts, settings, max_patches=24)
         uncached = generate(Uncached(model), Numbers(), prompts, settings)
+        report[name]["batches"] = [
+            [c.text for c in generate(model, Numbers(), prompts, changed).completions]
+            for changed in (settings.model_copy(update={"batch_size": size}) for size in (1, 2, 16))
+        ]
         report[name] |= {
             "texts": [c.text for c in cached.completions],
             "uncached_texts": [c.text for c in uncached.completions],

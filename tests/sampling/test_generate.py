@@ -149,7 +149,7 @@ def test_time_is_split_and_adds_up(script, letters):
 def test_prompts_that_cannot_be_read(script, letters):
     with pytest.raises(SamplingError, match="prompt 0: token id 99"):
         generate(script(26, 4), letters, [[99]], plain())
-    letters.bos_id = None
+    letters.before_document, letters.boundary_id = (), None
     with pytest.raises(SamplingError, match="less than one patch"):
         generate(script(26, 4), letters, ["ab"], plain())
     with pytest.raises(SamplingError, match="need 2 patches of 4, the model's context has 1"):

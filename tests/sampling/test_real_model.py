@@ -35,6 +35,11 @@ def test_cache_and_ragged_batch_change_nothing(report, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_texts_do_not_depend_on_batch_size(report, name):
+    assert report[name]["batches"] == [report[name]["texts"]] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_scores_do_not_depend_on_batch_size(report, name):
     assert report[name]["identical"]
 

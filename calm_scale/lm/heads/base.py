@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from calm_scale.runtime.noise import PositionNoise
+from calm_scale.runtime.streams import Randomness
 
 
 class GenerativeHead(nn.Module, ABC):
@@ -36,8 +37,11 @@ class GenerativeHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def sample(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
-        """Independent latents for each hidden state [..., d]: [num_samples, ..., l], fp32."""
+    def sample(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
+        """Independent latents for each hidden state [..., d]: [num_samples, ..., l], fp32.
+
+        ``generator``: with a stream for each row, hidden is [R, d].
+        """
 
     @abstractmethod
     def reset_parameters(self, init_std: float, generator: torch.Generator | None = None) -> None:

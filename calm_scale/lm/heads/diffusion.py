@@ -9,6 +9,7 @@ import torch
 from calm_scale.lm.heads.adaln import AdaLNNetwork
 from calm_scale.lm.heads.base import GenerativeHead
 from calm_scale.runtime.noise import PositionNoise
+from calm_scale.runtime.streams import Randomness, normal
 
 _MAX_BETA = 0.999
 _MAX_LATENT = (
@@ -67,10 +68,10 @@ class DiffusionHead(GenerativeHead):
         guess: torch.Tensor = self.net(x, index / self.train_timesteps, self.net.condition(hidden))
         return (guess.float() - epsilon).square().mean((-1, -2))
 
-    def sample(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
+    def sample(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
         """hidden [..., d] → [num_samples, ..., l], by the respaced ancestral chain with its posterior variance."""
         shape = (*hidden.shape[:-1], num_samples, self.latent_size)
-        x = torch.randn(shape, generator=generator, device=hidden.device)
+        x = normal(shape, generator).to(hidden.device)
         condition = self.net.condition(hidden)
         alpha_bars = cosine_alpha_bar(self.train_timesteps)
         indices = torch.linspace(0, self.train_timesteps - 1, self.sampling_steps).round().long().tolist()
@@ -83,7 +84,7 @@ class DiffusionHead(GenerativeHead):
             x = _posterior_mean(latent, x, now, before)
             if position:
                 spread = math.sqrt((1 - before) / (1 - now) * (1 - now / before))
-                x = x + spread * torch.randn(shape, generator=generator, device=x.device)
+                x = x + spread * normal(shape, generator).to(x.device)
         latents: torch.Tensor = x.movedim(-2, 0)
         return latents
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from calm_scale.lm.energy_score import Backend, energy_score
 from calm_scale.lm.heads.base import GenerativeHead, init_linears, linear_fp32
 from calm_scale.runtime.noise import PositionNoise
+from calm_scale.runtime.streams import Randomness, uniform
 
 _NORM_EPS = 1e-6
 
@@ -131,8 +132,8 @@ class EnergyHead(GenerativeHead):
             backend=self.backend,
         )
 
-    def sample(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
+    def sample(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
         """hidden [..., d] → [num_samples, ..., l]."""
         shape = (*hidden.shape[:-1], num_samples, self.noise_size)
-        drawn = torch.rand(shape, generator=generator, device=hidden.device) - 0.5
+        drawn = uniform(shape, generator).to(hidden.device) - 0.5
         return self(hidden, drawn).movedim(-2, 0)  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ import torch
 from calm_scale.lm.heads.adaln import AdaLNNetwork
 from calm_scale.lm.heads.base import GenerativeHead
 from calm_scale.runtime.noise import PositionNoise
+from calm_scale.runtime.streams import Randomness, normal
 
 
 class FlowHead(GenerativeHead):
@@ -49,10 +50,10 @@ class FlowHead(GenerativeHead):
         velocity: torch.Tensor = self.net(x, time, self.net.condition(hidden))
         return (velocity.float() - (end - start)).square().mean((-1, -2))
 
-    def sample(self, hidden: torch.Tensor, num_samples: int, generator: torch.Generator) -> torch.Tensor:
+    def sample(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
         """hidden [..., d] → [num_samples, ..., l]; dx = v dt from t = 0 to 1 by the midpoint rule."""
         shape = (*hidden.shape[:-1], num_samples, self.latent_size)
-        x = torch.randn(shape, generator=generator, device=hidden.device)
+        x = normal(shape, generator).to(hidden.device)
         condition = self.net.condition(hidden)
         step = 1.0 / self.sampling_steps
         for index in range(self.sampling_steps):
