@@ -113,6 +113,7 @@ class CheckpointStore:
                 for line in passed_over:
                     self._say(f"passed over {line}")
                 self._last_size, self.last_saved = judged.size, judged.step
+                self.rotation_due = True  # the attempt before may have ended ahead of it
                 return found
             passed_over.append(f"{entry.path.name}: {judged.reason}")
         self._nothing(step, committed, passed_over)

@@ -146,6 +146,8 @@ def test_the_older_checkpoint_goes_when_a_finite_step_has_followed_the_newer(
     one = {"checkpoint": {"interval": 2, "keep_last": 1}}
     tiny.run(tmp_path, options(40, training=one | {"steps": 40}, stop_after=4), solo)
     assert list(states(tmp_path)) == [2, 4]
+    tiny.run(tmp_path, options(40, training=one | {"steps": 40}, stop_after=5), solo)
+    assert list(states(tmp_path)) == [4, 5], "step 2 went before step 5 was saved"
     tiny.run(tmp_path, options(40, training=one | {"steps": 40}, stop_after=7), solo)
     assert list(states(tmp_path)) == [6, 7]
 
