@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from calm_scale.config.late_files import VARIABLE, wait_seconds, wait_until_visible
 from data_prep.documents import HARMLESS
 from data_prep.errors import PrepError
 from data_prep.journal import Journal
@@ -63,13 +66,17 @@ def collect(plan: Plan, journal: Journal) -> tuple[list[SegmentRecord], Totals]:
     records: list[SegmentRecord] = []
     totals = Totals()
     for item, source in enumerate(plan.inputs):
+        late = wait_until_visible(partial(_unseen, journal, plan, item))
         found = _records_of(journal, item)
         broken = next((r.corrupt for r in found if r.corrupt), None)
         if broken:
             totals.corrupt[source.name] = broken
             continue
-        if not found or not found[-1].last:
-            raise PrepError(f"{source.name} was not read to its end; rerun prep")
+        if late:
+            raise PrepError(
+                f"{late}: a worker wrote it, and {socket.gethostname()} does not see it after {wait_seconds():g} s, so "
+                f"that {source.name} is not complete here; rerun prep, or set {VARIABLE} to wait longer"
+            )
         records += found
     for record in records:
         totals.read += record.read
@@ -82,6 +89,23 @@ def collect(plan: Plan, journal: Journal) -> tuple[list[SegmentRecord], Totals]:
     totals.sources = count_sources(plan, inputs)
     totals.unusable = find_unusable(plan, inputs, totals.sources)
     return records, totals
+
+
+def _unseen(journal: Journal, plan: Plan, item: int) -> str:
+    """What of an input's finished segments is not to be seen here yet: a record, a segment's end, its rejects."""
+    found = _records_of(journal, item)
+    if any(record.corrupt for record in found):
+        return ""
+    width = np.dtype(plan.dtype).itemsize
+    for record in found:
+        path = journal.record_path(record.item, record.segment)
+        for name, output in record.splits.items():
+            tail = path.with_suffix(f".{name}.tail")
+            if output.tail_tokens and (not tail.exists() or tail.stat().st_size < output.tail_tokens * width):
+                return str(tail)
+        if record.quarantined and not path.with_suffix(".rejected").exists():
+            return str(path.with_suffix(".rejected"))
+    return "" if found and found[-1].last else str(journal.record_path(item, len(found)))
 
 
 def _records_of(journal: Journal, item: int) -> list[SegmentRecord]:

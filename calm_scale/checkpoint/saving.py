@@ -18,7 +18,9 @@ from calm_scale.checkpoint.files import checksum, sync_folder
 from calm_scale.checkpoint.judge import judge, summary
 from calm_scale.checkpoint.layout import CARD, SHARDS, TMP, folder_name
 from calm_scale.checkpoint.manifest import FileEntry, FileList, share_by_size
+from calm_scale.config.late_files import LateFileError
 from calm_scale.runtime.background import Background
+from calm_scale.runtime.late_files import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World
@@ -136,6 +138,10 @@ class Save:
         )
 
     def _start_listing(self) -> None:
+        try:
+            see_alike(self.world, self.tmp, lambda: files_under(self.tmp))
+        except LateFileError as error:
+            self._fail([str(error)], full=False)
         names = self.world.broadcast_object(self._list() if self.world.is_first else None)
         files = [FileEntry(name, size, "") for name, size in names]
         mine = share_by_size(files, self.world.rank, self.world.world_size)
@@ -154,6 +160,7 @@ class Save:
     def _commit(self, entries: list[FileEntry]) -> None:
         self._work = Now(lambda: self._rename(entries) if self.world.is_first else None)
         self.size = self._together()[0]
+        see_alike(self.world, self.path, lambda: files_under(self.path))
         self.phase = "committed"
 
     def _rename(self, entries: list[FileEntry]) -> int:

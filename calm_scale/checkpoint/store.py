@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,12 +30,13 @@ from calm_scale.checkpoint.judge import (
     resumable,
     summary,
 )
-from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_name, unfinished
+from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_name, step_folders, unfinished
 from calm_scale.checkpoint.manifest import FileList
 from calm_scale.checkpoint.retention import superfluous
 from calm_scale.checkpoint.saving import Save, Work
 from calm_scale.config.checkpoint import CheckpointConfig
 from calm_scale.runtime.background import Background
+from calm_scale.runtime.late_files import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World
@@ -100,7 +102,9 @@ class CheckpointStore:
 
         Raises:
             NothingToResumeError: step folders are there and none is usable, or ``step`` is not among the usable.
+            LateFileError: the ranks go on seeing different folders or files.
         """
+        self._await_newest()
         entries: list[Entry] = self._on_first(lambda: inventory(self.root, run_id=self.run_id))
         passed_over = [f"{e.path.name}: {e.reason}" for e in entries if e.state == "unfinished"]
         committed = sorted((e for e in entries if e.state != "unfinished"), key=lambda e: -e.step)
@@ -118,6 +122,12 @@ class CheckpointStore:
             passed_over.append(f"{entry.path.name}: {judged.reason}")
         self._nothing(step, committed, passed_over)
         return None
+
+    def _await_newest(self) -> None:
+        """Returns once all ranks see the same step folders, and the same files of the newest."""
+        see_alike(self.world, self.root, lambda: {path.name for _, path in step_folders(self.root)})
+        for _, newest in step_folders(self.root)[-1:]:
+            see_alike(self.world, newest, partial(files_under, newest))
 
     def judge_together(self, entry: Entry) -> Entry:
         """The verdict that holds for all ranks: each looks at every size and reads its share of the bytes."""
@@ -177,6 +187,8 @@ class CheckpointStore:
         if self.saving is not None:
             self.finish()
         self._on_first(lambda: self._prepare(step))
+        shards = self.root / (folder_name(step) + TMP) / SHARDS
+        see_alike(self.world, shards.parent, lambda: {SHARDS} if shards.is_dir() else set())
         self.saving = Save(self.root, self.world, card, start, background)
 
     @property
