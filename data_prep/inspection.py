@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.files import new_file
+from calm_scale.config.outputs import is_regular, refuse_unwritable, write_output
 from calm_scale.config.stored import checked
 from data_prep.errors import ShardMistakeError, TokenizerMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
@@ -172,8 +174,9 @@ def draw_lengths(split_dir: Path, picture: Path) -> Path:
     axes.set_xlabel("tokens in a document")
     axes.set_ylabel("documents")
     axes.set_title(f"{manifest.split}: {manifest.documents.kept:,} documents")
-    with new_file(picture) as file:
-        figure.savefig(file, dpi=110, format=picture.suffix[1:].lower())
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, format=picture.suffix[1:].lower() or "png")
+    write_output(picture, drawn.getvalue())
     return picture
 
 
@@ -187,6 +190,9 @@ def checked_picture(picture: Path) -> Path:
         raise ShardMistakeError(
             f"--picture {picture} is a folder; name a file in it: {picture / 'lengths.png'}"
         )
+    refuse_unwritable(picture)
+    if not is_regular(picture):
+        return picture
     if not picture.suffix:
         return picture.with_name(picture.name + ".png")
     if picture.suffix[1:].lower() not in _PICTURES:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from launchers import claims, ports
 from launchers.claims import Claim
-from launchers.errors import ContradictionError, LaunchError, with_values
+from launchers.errors import ContradictionError, InterfaceError, LaunchError, with_values
 from launchers.hostlist import first
 
 MASTER_ADDRESS = "CALM_SCALE_MASTER_ADDR"
@@ -213,6 +213,21 @@ def _resolve(name: str) -> str | None:
         ]
     except OSError:
         return None
+
+
+def refuse_unknown_interface(env: Mapping[str, str]) -> None:
+    """Raises InterfaceError where ``GLOO_SOCKET_IFNAME`` names a network interface that this node does not have.
+
+    Gloo itself would fail on it in the middle of joining, in words that name no variable.
+    """
+    present = {name for _, name in socket.if_nameindex()}
+    wanted = [name for name in env.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise InterfaceError(
+            f"GLOO_SOCKET_IFNAME={env['GLOO_SOCKET_IFNAME']}: {socket.gethostname()} has no network interface "
+            f"{', '.join(missing)}; it has {', '.join(sorted(present))}. Name one of these, or unset the variable"
+        )
 
 
 def _count(env: Mapping[str, str], name: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from calm_scale.config import CalmScaleError
+from calm_scale.config import CalmScaleError, ConfigError
 
 
 class LaunchError(CalmScaleError):
@@ -13,6 +13,10 @@ class LaunchError(CalmScaleError):
 
 class ContradictionError(LaunchError):
     """Two layers of the environment disagree about who this process is."""
+
+
+class InterfaceError(LaunchError, ConfigError):
+    """The network interface that the ranks were told to use does not exist."""
 
 
 def with_values(message: str, values: Mapping[str, str]) -> str:

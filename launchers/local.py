@@ -22,6 +22,7 @@ from pathlib import Path
 from calm_scale.config.exit_codes import EXIT_REQUEUE
 from launchers.claims import MARK
 from launchers.cores import cores_per_rank
+from launchers.environment import refuse_unknown_interface
 from launchers.errors import LaunchError
 from launchers.guard import Guard
 from launchers.ports import PortLease
@@ -67,6 +68,8 @@ def launch(
     if shutil.which(argv[0]) is None:
         raise LaunchError(f"command {argv[0]!r} was not found")
     source = dict(os.environ if env is None else env)
+    if nproc > 1:
+        refuse_unknown_interface(source)
     logs = _Logs(log_dir)
     for _ in range(retries_on_taken_port + 1):
         verdict = _World(argv, nproc, source, logs.path, grace, end_others_within, ends_process).run()

@@ -43,6 +43,7 @@ class RankProcess:
                 stdout=sink,
                 stderr=subprocess.PIPE if capture else sink,
                 process_group=0,
+                close_fds=False,  # a file that the shell opened for the command: its process substitution, say
                 preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - one prctl call, looked up before the fork
             )
         finally:

@@ -31,7 +31,7 @@ def baseline_of(config: RunConfig, hidden_size: int | None = None) -> RunConfig:
     if hidden_size is not None:
         ratio = backbone["ffn_size"] / backbone["hidden_size"]
         step = backbone["num_heads"]
-        backbone |= {"hidden_size": hidden_size, "ffn_size": step * round(hidden_size * ratio / step)}
+        backbone |= {"hidden_size": hidden_size, "ffn_size": step * max(1, round(hidden_size * ratio / step))}
     document |= {"name": f"{config.name}-baseline", "patch_size": 1, "prep": None, "autoencoder": None}
     document["lm"] |= {"head": {"kind": "softmax"}, "input_mode": "discrete", "parallel": {}}
     return RunConfig.model_validate(document)

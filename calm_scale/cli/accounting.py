@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, output_file, user_path
+from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, amount, output_file, user_path
 from calm_scale.config import load
+from calm_scale.config.outputs import refuse_same_file
 
 
 def register(app: typer.Typer) -> None:
@@ -33,8 +34,8 @@ def flops(
     count: Annotated[
         bool, typer.Option("--count", help="Check against torch's FLOP counter on a tiny twin.")
     ] = False,
-    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per device-hour.")] = None,
-    watts: Annotated[float | None, typer.Option("--watts", min=0, help="Watts per device, for kWh.")] = None,
+    price: Annotated[float | None, amount("--price", "Dollars per device-hour.")] = None,
+    watts: Annotated[float | None, amount("--watts", "Watts per device, for kWh.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of tables.")] = False,
     short: Annotated[
         bool, typer.Option("--short", help="Print only what runs did; the files get the whole report.")
@@ -44,6 +45,7 @@ def flops(
     from calm_scale.accounting.report.run_sections import Prices
     from calm_scale.stages.flops import report
 
+    refuse_same_file({"--html": html, "--json": json}, {str(target): target for target in targets})
     prices = Prices(dollars_per_device_hour=price, watts_per_device=watts)
     raise typer.Exit(
         report(
@@ -65,14 +67,17 @@ def plan(
     nodes: Annotated[
         str, typer.Option("--nodes", metavar="N|A,B|A..B", help="Nodes; a range tries its powers of two.")
     ] = "1",
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs on a node.")] = 8,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", min=1, max=1024, help="GPUs on a node.")
+    ] = 8,
     gpu: Annotated[str, typer.Option("--gpu", help="a100, h100, h200, b200, mi300x.")] = "h100",
-    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per GPU-hour.")] = None,
+    price: Annotated[float | None, amount("--price", "Dollars per GPU-hour.")] = None,
     json: JsonFile = None,
 ) -> None:
     """Layouts ranked, for one or more numbers of nodes: memory, bubble, step, days, cost; and the one to take."""
     from calm_scale.stages.plan import print_plan
 
+    refuse_same_file({"--json": json}, {"CONFIG": config})
     resolved = load(config, set_ or ())
     raise typer.Exit(
         print_plan(resolved, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, price=price, json_file=json)

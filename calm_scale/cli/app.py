@@ -17,6 +17,7 @@ import typer
 from calm_scale import __version__
 from calm_scale.cli import accounting, checkpoints, cluster, configuration, data, demo, scoring, train
 from calm_scale.config import CalmScaleError
+from calm_scale.config.terminal import survive_any_output
 
 app = typer.Typer(
     name="calm-scale",
@@ -54,6 +55,7 @@ def main() -> None:
     for told_elsewhere in ("Transformer Engine and Apex are not installed", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=f".*{told_elsewhere}")
     _write_plainly_under_mpirun()
+    survive_any_output()
     try:
         app()
     except CalmScaleError as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from calm_scale.config import ConfigError
+from calm_scale.config.outputs import refuse_unwritable
 from calm_scale.config.values import expand_user
 
 
@@ -22,15 +23,11 @@ def user_path(text: str) -> Path:
 
 def _can_be_written(path: Path | None) -> Path | None:
     """Refuse, before any work is done, a file that could not be written after it."""
-    if path is None:
-        return None
-    if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file")
-    there = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
-    if not path.exists() and not there.is_dir():
-        raise typer.BadParameter(f"{path}: {there} is a file, not a folder")
-    if not os.access(there, os.W_OK):
-        raise typer.BadParameter(f"{path}: {there} cannot be written")
+    if path is not None:
+        try:
+            refuse_unwritable(path)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
     return path
 
 
@@ -39,6 +36,22 @@ def output_file(option: str, help_: str) -> typer.models.OptionInfo:
     info: typer.models.OptionInfo = typer.Option(
         option, help=help_, callback=_can_be_written, parser=user_path
     )
+    return info
+
+
+LARGEST_AMOUNT = 1e12
+
+
+def _is_finite(number: float | None) -> float | None:
+    """Refuse what no price can be multiplied with: `nan`, `inf`, and numbers that would overflow a total."""
+    if number is not None and not 0 <= number <= LARGEST_AMOUNT:
+        raise typer.BadParameter(f"{number} is not a number from 0 to {LARGEST_AMOUNT:g}")
+    return number
+
+
+def amount(option: str, help_: str) -> typer.models.OptionInfo:
+    """An option that takes a price or another amount: finite, zero or more."""
+    info: typer.models.OptionInfo = typer.Option(option, min=0, help=help_, callback=_is_finite)
     return info
 
 

@@ -9,6 +9,7 @@ import typer
 
 from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, TensorParallel, output_file, user_path
 from calm_scale.config import RunConfig, load
+from calm_scale.config.outputs import refuse_same_file
 
 
 def register(app: typer.Typer) -> None:
@@ -31,6 +32,7 @@ def register(app: typer.Typer) -> None:
 Step = Annotated[
     int | None, typer.Option("--step", min=0, help="Checkpoint step (default: newest complete).")
 ]
+LinesFile = Annotated[Path | None, output_file("--out", "Write JSON lines to this file (default: stdout).")]
 
 
 def evaluate(
@@ -42,6 +44,7 @@ def evaluate(
     tensor_parallel: TensorParallel = None,
 ) -> None:
     """BrierLM on held-out text: four components, their intervals, and the protocol they depend on."""
+    refuse_same_file({"--json": json}, {"CONFIG": config})
     overrides = [*(set_ or ()), *([f"evaluation.coverage={coverage}"] if coverage else [])]
     run = load(config, overrides)
     tensor = _in_ranks(run, tensor_parallel)
@@ -64,13 +67,12 @@ def generate(
             parser=user_path,
         ),
     ] = None,
-    out: Annotated[
-        Path | None, output_file("--out", "Write JSON lines to this file (default: stdout).")
-    ] = None,
+    out: LinesFile = None,
     step: Step = None,
     tensor_parallel: TensorParallel = None,
 ) -> None:
     """Sample text: likelihood-free temperature sampling (Algorithm 1 or 2), streamed to the terminal."""
+    refuse_same_file({"--out": out}, {"CONFIG": config, "--jsonl": jsonl})
     run = load(config, set_ or ())
     tensor = _in_ranks(run, tensor_parallel)
     from calm_scale.stages.generate import run_generation
@@ -88,17 +90,19 @@ def score(
         Path | None,
         typer.Option("--jsonl", help="Read texts from a JSON-lines file (`text`).", parser=user_path),
     ] = None,
+    out: LinesFile = None,
     step: Step = None,
     tensor_parallel: TensorParallel = None,
 ) -> None:
     """Rank texts by their energy score under a model: likelihood-free, lower is better."""
     if not text and jsonl is None:
         raise typer.BadParameter("give --text or --jsonl")
+    refuse_same_file({"--out": out}, {"CONFIG": config, "--jsonl": jsonl})
     run = load(config, set_ or ())
     tensor = _in_ranks(run, tensor_parallel)
     from calm_scale.stages.score import run_scoring
 
-    raise typer.Exit(run_scoring(run, texts=text or [], jsonl=jsonl, step=step, tensor=tensor))
+    raise typer.Exit(run_scoring(run, texts=text or [], jsonl=jsonl, out=out, step=step, tensor=tensor))
 
 
 def _in_ranks(config: RunConfig, asked: int | None) -> int:
@@ -118,8 +122,10 @@ def compare(
         Path,
         typer.Argument(metavar="B.json", help="What `eval` wrote for the other run.", parser=user_path),
     ],
+    json: JsonFile = None,
 ) -> None:
     """B against A, paired by document: differences of Brier-1..4 and BrierLM with their intervals."""
+    refuse_same_file({"--json": json}, {"A.json": first, "B.json": second})
     from calm_scale.stages.evaluate import compare_evaluations
 
-    raise typer.Exit(compare_evaluations(first, second))
+    raise typer.Exit(compare_evaluations(first, second, json))

@@ -20,9 +20,11 @@ class EvaluationConfig(Section):
     ``exact_batches`` runs one sequence per forward pass, which makes the scores identical to the last digit
     for every ``batch_size``; without it ``batch_size`` sequences share a pass and a tie may fall otherwise.
     ``tensor_parallel`` ranks hold one model, where it is too large for one device.
+    ``text`` names the text of the split, such as ``wikitext-103``; reports show the scores of different texts apart.
     """
 
     split: Literal["heldout", "train"] = "heldout"
+    text: str | None = None
     max_sequences: int | None = Field(default=None, gt=0)
     num_samples: int = Field(default=2, ge=2)
     coverage: Literal["first", "all"] = "first"

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from calm_scale.config.base import ConfigError, Section
 from calm_scale.config.run import RunConfig
+from calm_scale.config.run_folder import CONFIG_FILE, is_stored, placed_in
 from calm_scale.config.values import expand_user
 from calm_scale.config.yaml_source import Dumper, KeyPath, Source, parse_value, read, with_value
 
@@ -21,21 +22,31 @@ S = TypeVar("S", bound=Section)
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run described by a file, with ``--set a.b=c`` overrides laid on top.
+    """The run described by a file or stored in a run's folder, with ``--set a.b=c`` overrides laid on top.
 
     A file may name others in ``extends:`` (a path or a list, relative to itself); later ones win, the file
-    itself wins over all. ``name`` defaults to the file's stem.
+    itself wins over all. ``name`` defaults to the file's stem. A stored document (``RUN``, ``RUN/config.yaml``) is
+    that of the run in the folder it lies in, whatever ``workdir`` it holds.
 
     Raises:
-        ConfigError: every mistake at once: key path, file:line, what is wrong, the nearest valid key.
+        ConfigError: a folder that holds no run; every mistake at once: key path, file:line, what is wrong, the nearest
+            valid key.
     """
-    return load_as(RunConfig, path, overrides)
+    file = Path(path)
+    if file.is_dir():
+        if not (file / CONFIG_FILE).is_file():
+            raise ConfigError(f"{file}: not a run folder, it holds no {CONFIG_FILE}")
+        file /= CONFIG_FILE
+    return load_as(RunConfig, file, overrides)
 
 
 def load_as(model: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
     """Like :func:`load` for any section model (a cluster profile, for example)."""
     file = Path(path)
-    source = with_overrides(resolve(file), overrides)
+    source = resolve(file)
+    if model is RunConfig and is_stored(file, read(file).values):
+        source = Source(placed_in(file.parent, source.values), source.places)
+    source = with_overrides(source, overrides)
     if "name" in model.model_fields:
         source.values.setdefault("name", file.stem)
     return validate(model, source, origin=str(file))

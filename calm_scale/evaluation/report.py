@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from calm_scale.config.base import ConfigError
-from calm_scale.config.files import write_atomically
+from calm_scale.config.outputs import write_output
 from calm_scale.config.stored import read_object
 from calm_scale.config.wording import counted
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError
@@ -61,8 +61,7 @@ def save_exact(score: ExactScore, protocol: Mapping[str, Any], path: Path) -> No
 
 
 def _write(document: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_output(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def load(path: Path) -> EvaluationResult:

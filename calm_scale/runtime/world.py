@@ -113,7 +113,7 @@ def init_world(
 
     Raises:
         WorldError: no GPU for this rank, or ranks missing after a minute (they are named).
-        LaunchError: the environment contradicts itself.
+        LaunchError: the environment contradicts itself, or names a network interface that this node lacks.
     """
     import torch
 
@@ -131,6 +131,7 @@ def init_world(
     backend = "nccl" if kind == "cuda" else "gloo"
     if facts.world_size == 1:
         return World(0, 1, facts.local_rank, 1, where, backend)
+    environment.refuse_unknown_interface(os.environ)
     control = _join(facts, backend, timedelta(seconds=timeout_seconds))
     return World(
         facts.rank, facts.world_size, facts.local_rank, facts.local_world_size, where, backend, control

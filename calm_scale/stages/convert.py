@@ -15,10 +15,11 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.run_folder import CONFIG_FILE, placed_in
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.launch import autoencoder_section, lm_section
 from calm_scale.stages.model import refuse_other_tokenizer
-from calm_scale.stages.run_folder import CONFIG_FILE, appearing_whole, make_way, store_config
+from calm_scale.stages.run_folder import appearing_whole, make_way, store_config
 
 if TYPE_CHECKING:
     from calm_scale.interop.language_model import PublishedLanguageModel
@@ -202,5 +203,5 @@ def _write_run(published: PublishedLanguageModel, tokenizer: str, folder: Path, 
 
 def _run_of(card: Card, checkpoint: Path) -> RunConfig:
     """The run of a card, in the folder the checkpoint lies in now."""
-    run = card.described(RunConfig, folder=checkpoint)
-    return run.model_copy(update={"workdir": checkpoint.resolve().parents[2]})
+    here = placed_in(checkpoint.resolve().parents[2], card.config)
+    return card.model_copy(update={"config": here}).described(RunConfig, folder=checkpoint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,9 @@ from rich.console import Console
 from calm_scale.checkpoint.card import Card
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.outputs import is_regular, write_output
+from calm_scale.config.protocol import protocol_name
+from calm_scale.config.run_folder import placed_in
 from calm_scale.runtime.world import init_world
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
@@ -31,7 +36,8 @@ def run_evaluation(
     config: RunConfig, *, step: int | None = None, json_file: Path | None = None, tensor: int = 1
 ) -> int:
     """Score the newest checkpoint (or ``step``); the result goes to ``json_file`` or
-    ``<workdir>/eval/step_XXXXXXXX.json``, that of other data or another split into a folder of its own in there.
+    ``<workdir>/eval/step_XXXXXXXX.json``; that of other data, another split or another protocol than the run's own
+    goes into a folder of its own in there.
     The baseline's exact scores go beside it, as ``exact_<its name without step_>``.
 
     Under a launcher the ranks share the sequences; every ``tensor`` consecutive ones hold one model.
@@ -50,7 +56,7 @@ def run_evaluation(
         dataset = make_ready(config, dataset, world)
         opened = open_model(config, world, step, tensor)
         crew = world if tensor == 1 else Teams(world, tensor)
-        provenance = {**opened.provenance(dataset.fingerprint), **_walk_of(stage)}
+        provenance = {**opened.provenance(dataset.fingerprint), **_walk_of(stage), **_text_of(config)}
         with shown("BrierLM", Console(stderr=True, quiet=not world.is_first)) as on_sequence:
             result = evaluate(
                 TemperedModel(opened.model, config.evaluation.algorithm, config.evaluation),
@@ -63,12 +69,14 @@ def run_evaluation(
                 on_sequence=on_sequence,
             )
         folder = results_folder(config, opened.card, dataset.fingerprint)
-        path = json_file or folder / f"step_{opened.card.step:08d}.json"
+        own_name = folder / f"step_{opened.card.step:08d}.json"
+        path = json_file or own_name
         if world.is_first:
             save(result, path)
         exact = None
         if stage.head.kind == "softmax":
-            exact = _exact(config, opened, dataset, crew, provenance, path if world.is_first else None)
+            beside = path if is_regular(path) else own_name
+            exact = _exact(config, opened, dataset, crew, provenance, beside if world.is_first else None)
         if world.is_first:  # all is on the disk by now: whoever reads the output may have gone
             _show(result, f"BrierLM · {config.name} at step {opened.card.step}", path, exact)
         return EXIT_OK
@@ -77,18 +85,25 @@ def run_evaluation(
 
 
 def results_folder(config: RunConfig, card: Card, data_fingerprint: str) -> Path:
-    """``<workdir>/eval``, or ``data-<fingerprint>`` in it when this is not the split that the checkpoint's run scores.
+    """``<workdir>/eval``; in it ``data-<fingerprint>`` for another split than the one the checkpoint's run scores, and
+    in either a folder of the protocol's name for another protocol than the run's.
 
-    The data of a run are known by their place, so a result of the run's own split takes its name whatever was
-    scored before.
+    The run's own is what its checkpoint says. The data of a run are known by their place, so a result of the run's
+    own split takes its name whatever was scored before.
     """
     folder = config.workdir / "eval"
-    theirs = card.config.get("data")
-    own_data = Path(theirs) if theirs else config.workdir / "data"
-    own_split = card.config.get("evaluation", {}).get("split", config.evaluation.split)
-    if own_data.resolve() == config.data_dir.resolve() and own_split == config.evaluation.split:
-        return folder
-    return folder / f"data-{data_fingerprint[:8]}"
+    run = placed_in(config.workdir, card.config)
+    own_data = Path(run["data"]) if run.get("data") else config.workdir / "data"
+    own_split = run.get("evaluation", {}).get("split", config.evaluation.split)
+    if own_data.resolve() != config.data_dir.resolve() or own_split != config.evaluation.split:
+        folder /= f"data-{data_fingerprint[:8]}"
+    asked = protocol_name(config.model_dump(mode="json"))
+    return folder if asked == protocol_name(run) else folder / asked
+
+
+def _text_of(config: RunConfig) -> dict[str, str]:
+    """The name of the text that is scored, where the document gives it one."""
+    return {} if config.evaluation.text is None else {"text": config.evaluation.text}
 
 
 def _walk_of(stage: LMStage) -> dict[str, str]:
@@ -133,10 +148,13 @@ def _show(result: EvaluationResult, title: str, path: Path, exact: str | None) -
         Console(stderr=True).print(warning, soft_wrap=True, highlight=False, markup=False)
 
 
-def compare_evaluations(first: Path, second: Path) -> int:
+def compare_evaluations(first: Path, second: Path, json_file: Path | None = None) -> int:
     """The second result against the first, paired by document, with intervals."""
     from calm_scale.evaluation.compare import compare, table
     from calm_scale.evaluation.report import load
 
-    Console().print(table(compare(load(first), load(second))))
+    compared = compare(load(first), load(second))
+    if json_file is not None:
+        write_output(json_file, json.dumps(asdict(compared), indent=1, allow_nan=False) + "\n")
+    Console().print(table(compared))
     return EXIT_OK

@@ -8,9 +8,8 @@ from pathlib import Path
 from calm_scale.accounting.report.build import Subject, build, emit
 from calm_scale.accounting.report.run_sections import Prices
 from calm_scale.accounting.twin import Comparison
-from calm_scale.config import ConfigError
+from calm_scale.config import ConfigError, load
 from calm_scale.config.exit_codes import EXIT_OK
-from calm_scale.stages.run_folder import config_of
 
 
 def report(
@@ -34,9 +33,7 @@ def report(
     """
     if short and not any(target.is_dir() for target in targets):
         raise ConfigError("--short says what runs did: name a run's folder")
-    subjects = [
-        Subject(config_of(target, overrides), target if target.is_dir() else None) for target in targets
-    ]
+    subjects = [Subject(load(target, overrides), target if target.is_dir() else None) for target in targets]
     twins = _twins(subjects) if count else None
     emit(
         build(subjects, twins=twins, prices=prices),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,9 @@ from rich.console import Console
 
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
-from calm_scale.config.files import write_atomically
 from calm_scale.config.wording import counted
 from calm_scale.runtime.world import init_world
-from calm_scale.stages.json_lines import given_texts
+from calm_scale.stages.json_lines import given_texts, write_lines
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model, refuse_spare_ranks
 
@@ -92,16 +90,7 @@ class _Stream:
 
 
 def _write_lines(done: Generation, texts: Sequence[str], out: Path | None) -> None:
-    rows = [
-        {"prompt": texts[completion.index], **dataclasses.asdict(completion)}
-        for completion in done.completions
-    ]
-    lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    if out is None:
-        sys.stdout.write(lines)
-    else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, lines)
+    write_lines(({"prompt": texts[c.index], **dataclasses.asdict(c)} for c in done.completions), out)
 
 
 def _say_speed(done: Generation) -> None:

@@ -1,12 +1,15 @@
-"""Texts that a user hands over: options of the command line and JSON lines."""
+"""Texts that a user hands over, in options of the command line and JSON lines, and JSON lines for the user."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from calm_scale.config import ConfigError
+from calm_scale.config.outputs import write_output
 
 
 def given_texts(given: Sequence[str], jsonl: Path | None, key: str) -> list[str]:
@@ -45,6 +48,16 @@ def read_texts(path: Path, key: str) -> list[str]:
     if not texts:
         raise ConfigError(f"{path}: holds no {key}")
     return texts
+
+
+def write_lines(rows: Iterable[Mapping[str, Any]], out: Path | None) -> None:
+    """One JSON object a line, to the file ``out`` in UTF-8, or to stdout; a stdout that is not UTF-8 gets escapes."""
+    plain = out is None and not (sys.stdout.encoding or "").lower().startswith("utf")
+    lines = "".join(json.dumps(row, ensure_ascii=plain, allow_nan=False) + "\n" for row in rows)
+    if out is None:
+        sys.stdout.write(lines)
+    else:
+        write_output(out, lines)
 
 
 def _refuse_half_characters(text: str, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.run_folder import CONFIG_FILE
 from calm_scale.stages.prepared import compress_shards
 from calm_scale.stages.run_folder import store_config
 
@@ -34,11 +35,17 @@ def run_prep(
     if dry_run:
         return _print_plan(config)
     ranks = detect_ranks()
-    report = prepare(config, ranks=ranks, restart=restart, on_accepted=lambda: store_config(config))
+    report = prepare(config, ranks=ranks, restart=restart, on_accepted=lambda: _store(config))
     if compress and ranks.rank == 0:
         for split in report.splits:
             compress_shards(config.data_dir / split.name)
     return EXIT_OK
+
+
+def _store(config: RunConfig) -> None:
+    """Keep the document in the run's folder; one that prepares other data for a run leaves the run's own there."""
+    if config.data is None or not (config.workdir / CONFIG_FILE).exists():
+        store_config(config)
 
 
 def _print_plan(config: RunConfig) -> int:

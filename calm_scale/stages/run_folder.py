@@ -7,15 +7,17 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from calm_scale.checkpoint.files import sync_folder
-from calm_scale.config import ConfigError, RunConfig, load, to_yaml
+from calm_scale.checkpoint.layout import CARD
+from calm_scale.config import ConfigError, RunConfig, to_yaml
 from calm_scale.config.exclusive import OccupiedError, exclusive
 from calm_scale.config.files import write_atomically
+from calm_scale.config.outputs import refuse_unwritable
+from calm_scale.config.run_folder import CONFIG_FILE
 
-CONFIG_FILE = "config.yaml"
 _LOCK = ".writing"
 
 
@@ -35,10 +37,19 @@ def make_way(folder: Path, what: str) -> None:
     """Sees to it that ``what`` has ``folder`` to itself; what a killed command left of it is removed, with a line.
 
     Raises:
-        ConfigError: the folder is in use.
+        ConfigError: the folder is in use, cannot be written, is the current one, or lies in a checkpoint.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; name a folder for {what}")
+    real = folder.resolve()
+    if real == Path.cwd():
+        raise ConfigError(f"{folder}: is the current folder; name another one for {what}")
+    inside = next((parent for parent in (real, *real.parents) if (parent / CARD).is_file()), None)
+    if inside is not None:
+        raise ConfigError(
+            f"{folder}: lies in {inside}, a checkpoint or an export; name a folder elsewhere for {what}"
+        )
+    refuse_unwritable(real / CONFIG_FILE)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: is not empty; give {what} a folder of its own")
     partial = _partial(folder)
@@ -65,6 +76,7 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
     A failure, SIGINT and SIGTERM leave nothing; SIGKILL leaves ``<folder>.part``, which nobody takes for the whole
     and the next command removes once nobody holds it. Must be entered by the main thread.
     """
+    folder = folder.resolve()
     partial = _partial(folder)
     partial.mkdir(parents=True)
     with _exit_on_signals():
@@ -102,7 +114,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 
 def _partial(folder: Path) -> Path:
-    folder = folder.absolute()
+    folder = folder.resolve()
     return folder.with_name(folder.name + ".part")
 
 
@@ -130,13 +142,3 @@ def runs_in(folder: Path) -> list[Path]:
 
 def _is_run(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file() or (folder / "slurm").is_dir()
-
-
-def config_of(target: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a YAML file or of a run folder."""
-    if not target.is_dir():
-        return load(target, overrides)
-    stored = target / CONFIG_FILE
-    if not stored.is_file():
-        raise ConfigError(f"{target}: not a run folder, it holds no {CONFIG_FILE}")
-    return load(stored, overrides)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.world import init_world
-from calm_scale.stages.json_lines import given_texts
+from calm_scale.stages.json_lines import given_texts, write_lines
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model, refuse_spare_ranks
 
@@ -22,10 +20,13 @@ def run_scoring(
     *,
     texts: Sequence[str],
     jsonl: Path | None = None,
+    out: Path | None = None,
     step: int | None = None,
     tensor: int = 1,
 ) -> int:
-    """Print one JSON line a text: the energy score per patch and per token (cross-entropy for the baseline).
+    """Print, or write to ``out``, one JSON line a text: the energy score per patch and per token.
+
+    The score is the training loss, with the run's ``alpha``; the baseline's is its cross-entropy.
 
     A text too short to score, or longer than the model's context, gets nulls and the reason.
 
@@ -46,13 +47,22 @@ def run_scoring(
         if all(reasons):
             raise ConfigError(f"nothing to score: {reasons[0]}; give a text of another length")
         fitting = [tokens for tokens, why in zip(ids, reasons, strict=True) if why is None]
-        scores = iter(score_texts(opened.model, fitting, seed=config.seed))
-        for text, tokens, why in zip(wanted, ids, reasons, strict=True) if world.is_first else ():
-            row = asdict(next(scores)) if why is None else _unscored(len(tokens), why)
-            sys.stdout.write(json.dumps({"text": text, **row}, ensure_ascii=False, allow_nan=False) + "\n")
+        scores = iter(score_texts(opened.model, fitting, alpha=_alpha(config), seed=config.seed))
+        rows = [
+            {"text": text, **(asdict(next(scores)) if why is None else _unscored(len(tokens), why))}
+            for text, tokens, why in zip(wanted, ids, reasons, strict=True)
+        ]
+        if world.is_first:
+            write_lines(rows, out)
         return EXIT_OK
     finally:
         world.close()
+
+
+def _alpha(config: RunConfig) -> float:
+    """The exponent of the run's energy loss; 1 for a head that is trained otherwise."""
+    head = lm_section(config).head
+    return head.alpha if head.kind == "energy" else 1.0
 
 
 def _unfit(config: RunConfig, num_tokens: int) -> str | None:

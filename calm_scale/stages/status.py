@@ -12,11 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from calm_scale.accounting.report.document import seconds_text
+from calm_scale.accounting.report.scores import own_and_others
 from calm_scale.checkpoint.status import StageStatus, stage_status
-from calm_scale.config import RunConfig
+from calm_scale.config import RunConfig, load
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.run_folder import CONFIG_FILE
+from calm_scale.config.terminal import reader_has_gone
 from calm_scale.config.wording import counted
-from calm_scale.stages.run_folder import CONFIG_FILE, config_of, runs_in
+from calm_scale.stages.run_folder import runs_in
 from data_prep.manifest import MANIFEST_NAME
 from launchers.slurm import queue
 from launchers.slurm.status import JobStatus, RunStatus, job_status
@@ -31,9 +34,10 @@ def show_status(run: Path, watch: bool = False) -> int:
         Console().print(_views(runs))
         return EXIT_OK
     with Live(_views(runs), refresh_per_second=1) as live:
-        while True:
+        while not reader_has_gone():
             time.sleep(REFRESH_SECONDS)
             live.update(_views(runs))
+    return EXIT_OK
 
 
 def _views(runs: Sequence[Path]) -> Group:
@@ -46,7 +50,7 @@ def _views(runs: Sequence[Path]) -> Group:
 
 
 def _view(run: Path, seen: queue.Queue) -> Group:
-    config = config_of(run) if (run / CONFIG_FILE).is_file() else None
+    config = load(run) if (run / CONFIG_FILE).is_file() else None
     jobs = job_status(run, seen)
     parts: list[Table | Text] = [_stages(run, config, jobs)]
     for stage in ("autoencoder", "lm"):
@@ -66,9 +70,10 @@ def _stages(run: Path, config: RunConfig | None, jobs: RunStatus) -> Table:
     for stage in ("autoencoder", "lm"):
         status = _of(run, config, stage)
         table.add_row(stage, _state(status), _job(by_stage.get(stage)), _how_far(status))
-    scored = len(list((run / "eval").glob("step_*.json")))
+    scored, others = own_and_others(run)
     state = f"{counted(scored, 'checkpoint')} scored" if scored else "not started"
-    table.add_row("eval", state, _job(by_stage.get("eval")), "")
+    apart = "\n".join(f"{number} under {name}" for name, number in others.items())
+    table.add_row("eval", state, _job(by_stage.get("eval")), apart)
     return table
 
 

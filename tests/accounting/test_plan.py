@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -92,6 +93,14 @@ def test_document_has_choice_ranking_and_assumptions() -> None:
     found = json.loads(to_json(document))["sections"]
     assert set(found) == {"choice", "layouts", "assumptions"}
     assert found["layouts"]["tables"]["layouts"]["rows"][0]["fits"] == "yes"
+    whole = found["layouts"]["tables"]["layouts"]
+    best = whole["rows"][0]
+    assert len(whole["rows"]) > 15 and "of" not in whole["title"]
+    sizes = [best[key] for key in ("tensor", "pipeline", "data")]
+    assert best["ranks"] == math.prod(sizes) and best["fits_memory"] is True
+    assert best["layout"].startswith(f"tp{sizes[0]} pp{sizes[1]}")
+    printed = to_markdown(document)
+    assert f"(15 of {len(whole['rows'])})" in printed and "Sequence parallel" not in printed
 
 
 def test_every_stage_s_layers_and_share_stand_beside_its_memory() -> None:

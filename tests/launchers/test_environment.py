@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launchers.environment import facts, port_candidates
+from launchers.environment import facts, port_candidates, refuse_unknown_interface
 from launchers.errors import ContradictionError, LaunchError
 from launchers.ports import candidates, ephemeral_start
 
@@ -202,3 +202,16 @@ def test_neighbouring_jobs_do_not_share_ports() -> None:
 def test_importing_brings_no_torch() -> None:
     code = "import launchers.environment, launchers.local, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_interface_that_this_node_lacks_is_named_before_anything_joins() -> None:
+    from launchers.errors import InterfaceError
+    from launchers.local import launch
+
+    refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo"})
+    refuse_unknown_interface({})
+    with pytest.raises(
+        InterfaceError, match=r"GLOO_SOCKET_IFNAME=lo,ib77: .* no network interface ib77; it has .*lo"
+    ):
+        launch(["true"], 2, {"GLOO_SOCKET_IFNAME": "lo,ib77"})
+    assert InterfaceError.exit_code == 2

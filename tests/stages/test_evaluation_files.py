@@ -135,3 +135,34 @@ def test_the_walk_of_a_flow_head_is_part_of_the_provenance(run: RunConfig) -> No
     assert stage._walk_of(run.lm) == {}
     flow = run.lm.model_copy(update={"head": FlowHeadConfig(sampling_steps=6)})
     assert stage._walk_of(flow) == {"sampling_steps": "6"}
+
+
+def test_a_second_protocol_leaves_the_runs_own_score(run: RunConfig) -> None:
+    from calm_scale.accounting.report.run_sections import scores_section
+
+    assert stage.run_evaluation(run) == 0
+    own = (run.workdir / "eval" / "step_00000007.json").read_bytes()
+    other = run.evaluation.model_copy(update={"num_samples": 4, "max_sequences": 2})
+    assert stage.run_evaluation(run.model_copy(update={"evaluation": other})) == 0
+    assert (run.workdir / "eval" / "step_00000007.json").read_bytes() == own
+    assert _names(run.workdir / "eval" / "first-S4-T1-n2-b40-seed0") == [
+        "exact_00000007.json",
+        "step_00000007.json",
+    ]
+    section = scores_section([(run, run.workdir)])
+    assert section is not None
+    rows = [
+        dict(zip((c.key for c in section.tables[0].columns), row, strict=True))
+        for row in section.tables[0].rows
+    ]
+    assert [("S 2" in str(row["protocol"]), "S 4" in str(row["protocol"])) for row in rows] == [
+        (True, False),
+        (False, True),
+    ]
+    assert len(section.pictures) == 2 and len({picture.key for picture in section.pictures}) == 2
+
+
+def test_a_device_takes_the_sampled_result_and_the_exact_one_goes_to_the_run(run: RunConfig) -> None:
+    assert stage.run_evaluation(run, json_file=Path(os.devnull)) == 0
+    assert Path(os.devnull).is_char_device()
+    assert _names(run.workdir / "eval") == ["exact_00000007.json"]

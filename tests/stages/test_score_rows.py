@@ -51,3 +51,26 @@ def test_a_text_beyond_the_context_has_a_reason(run: RunConfig, capsys: pytest.C
 def test_only_texts_beyond_the_context_are_a_mistake(run: RunConfig) -> None:
     with pytest.raises(ConfigError, match="nothing to score: 6 tokens need 5 patches"):
         stage.run_scoring(run, texts=["a" * 5])
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"), [({"kind": "energy", "alpha": 1.5}, 1.5), ({"kind": "flow"}, 1.0)]
+)
+def test_texts_are_scored_with_the_alpha_of_the_run(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head: dict[str, Any], expected: float
+) -> None:
+    from calm_scale.evaluation.energy import TextScore
+
+    given: list[float] = []
+
+    def scored(_model: object, texts: list[Any], *, alpha: float, seed: int) -> list[TextScore]:
+        given.append(alpha)
+        return [TextScore("energy", 1.0, 0.5, 1, 2) for _ in texts]
+
+    monkeypatch.setattr("calm_scale.evaluation.energy.score_texts", scored)
+    document = run.model_dump()
+    document["lm"]["head"] = head
+    out = tmp_path / "rows.jsonl"
+    assert stage.run_scoring(RunConfig.model_validate(document), texts=["aaé"], out=out) == 0
+    assert given == [expected]
+    assert json.loads(out.read_text(encoding="utf-8"))["text"] == "aaé"

@@ -30,6 +30,7 @@ from calm_scale.accounting.report.provenance import provenance_section
 from calm_scale.accounting.report.run_sections import Prices, run_section, scores_section
 from calm_scale.accounting.report.twin_section import twin_section
 from calm_scale.accounting.twin import Comparison
+from calm_scale.config.outputs import write_output
 from calm_scale.config.run import RunConfig
 
 
@@ -86,8 +87,7 @@ def emit(
     """
     for path, render in ((html_file, to_html), (json_file, to_json)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(render(document) + "\n", encoding="utf-8")
+            write_output(path, render(document) + "\n")
     printed = shortened(document) if short else document
     if markdown:
         print(to_markdown(printed), end="")

@@ -37,6 +37,7 @@ def print_document(document: Document, console: Console | None = None) -> None:
 
 def print_table(table: Table, console: Console) -> None:
     """Print a table as the console has room for it, its note, and what was left out."""
+    table = table.for_people()
     fitted = narrow.fit(table, console.width)
     console.print(f"[italic]{escape(table.title)}[/italic]", width=_text_width(console), highlight=False)
     for number, piece in enumerate(fitted.tables):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["text", "integer", "number", "flops", "percent", "deviation", "bytes", "seconds", "money"]
@@ -17,18 +17,21 @@ LARGE_FLOPS = 1e18
 class Column:
     """One column: its key in JSON, its heading, how its cells are written.
 
-    ``spare`` says which columns a narrow terminal leaves out, the highest first; 0 is never left out.
+    ``spare`` says which columns a narrow terminal leaves out, the highest first; 0 is never left out. One
+    ``for_programs`` is in JSON only.
     """
 
     key: str
     heading: str
     kind: Kind = "text"
     spare: int = 0
+    for_programs: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """Raw cells under typed columns. The last ``num_total`` rows are totals."""
+    """Raw cells under typed columns. The last ``num_total`` rows are totals. People see the first ``num_shown`` rows
+    (None: all), programs every one."""
 
     key: str
     title: str
@@ -36,6 +39,19 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
     num_total: int = 0
+    num_shown: int | None = None
+
+    def for_people(self) -> Table:
+        """What the terminal, Markdown and HTML show of it; the title says how many rows of how many."""
+        kept = [index for index, column in enumerate(self.columns) if not column.for_programs]
+        rows = self.rows[: self.num_shown]
+        return replace(
+            self,
+            columns=tuple(self.columns[index] for index in kept),
+            rows=tuple(tuple(row[index] for index in kept) for row in rows),
+            title=self.title if self.num_shown is None else f"{self.title} ({len(rows)} of {len(self.rows)})",
+            num_shown=None,
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def to_markdown(document: Document) -> str:
         for paragraph in section.text:
             lines += [paragraph, ""]
         for table in section.tables:
-            lines += [*_markdown_table(table), ""]
+            lines += [*_markdown_table(table.for_people()), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -19,6 +19,21 @@ from calm_scale.accounting.report.layout_sections import MEMORY_PARTS
 from calm_scale.config.run import RunConfig
 
 SHOWN = 15
+LAYOUT_NUMBERS = tuple(
+    Column(key, heading, "integer", for_programs=True)
+    for key, heading in (
+        ("tensor", "Tensor"),
+        ("pipeline", "Pipeline"),
+        ("virtual_pipeline", "Chunks a rank"),
+        ("data", "Data"),
+        ("ranks", "Ranks"),
+        ("sequence_parallel", "Sequence parallel"),
+        ("micro_batches", "Micro-batches a step"),
+        ("memory_limit", "Usable memory"),
+        ("fits_memory", "Fits"),
+    )
+)
+"""A layout in numbers and truth values, for programs."""
 
 
 def plan_document(
@@ -105,11 +120,10 @@ def _ranking(ranked: list[Layout], price: float) -> Section:
         Column("mfu", "MFU", "percent", spare=3),
         Column("days", "Days", "number"),
         Column("dollars", "Cost $", "integer"),
+        *LAYOUT_NUMBERS,
     )
-    rows = tuple(_cells(layout, price) for layout in ranked[:SHOWN])
-    table = Table(
-        "layouts", f"Layouts, best first ({min(SHOWN, len(ranked))} of {len(ranked)})", columns, rows
-    )
+    rows = tuple((*_cells(layout, price), *layout_numbers(layout)) for layout in ranked)
+    table = Table("layouts", "Layouts, best first", columns, rows, num_shown=SHOWN)
     return Section("layouts", "Layouts", (), (table,))
 
 
@@ -169,6 +183,22 @@ def _assumptions(chip: hardware.Device, efficiency: float | None, price: float, 
         f"one failure of a node in {mtbf_hours:g} hours (lm.training.checkpoint.node_mtbf_hours).",
     )
     return Section("assumptions", "What this rests on", text)
+
+
+def layout_numbers(layout: Layout) -> tuple[Cell, ...]:
+    """The cells of ``LAYOUT_NUMBERS``."""
+    lm = lm_of(layout.config)
+    return (
+        lm.parallel.tensor,
+        lm.parallel.pipeline,
+        lm.parallel.virtual_pipeline,
+        layout.data_parallel,
+        layout.data_parallel * lm.parallel.model_parallel,
+        lm.parallel.sequence_parallel,
+        lm.training.accumulation(layout.data_parallel),
+        layout.limit,
+        layout.fits,
+    )
 
 
 def layout_name(layout: Layout) -> str:

@@ -9,7 +9,12 @@ from calm_scale.accounting import hardware, plan, saves
 from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.plan import Layout
 from calm_scale.accounting.report.document import Cell, Column, Document, Section, Table
-from calm_scale.accounting.report.plan_sections import layout_name, plan_document
+from calm_scale.accounting.report.plan_sections import (
+    LAYOUT_NUMBERS,
+    layout_name,
+    layout_numbers,
+    plan_document,
+)
 from calm_scale.config.base import ConfigError
 from calm_scale.config.run import RunConfig
 
@@ -31,6 +36,7 @@ _COLUMNS = (
     Column("days", "Days", "number"),
     Column("dollars", "Cost $", "integer"),
     Column("save_every", "Save every", "seconds", spare=5),
+    *LAYOUT_NUMBERS,
 )
 
 
@@ -123,4 +129,5 @@ def _row(nodes: int, layout: Layout, chip: hardware.Device, price: float, chosen
         layout.days,
         layout.dollars * price,
         interval * layout.time.total,
+        *layout_numbers(layout),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from calm_scale.accounting.costs import run_totals, tokens_per_step
 from calm_scale.accounting.paper import TABLE_1
 from calm_scale.accounting.report.pictures import ScorePoint
 from calm_scale.config.base import CalmScaleError
+from calm_scale.config.protocol import describe_protocol, follows_the_paper
 from calm_scale.config.run import RunConfig
 
 
@@ -29,11 +31,25 @@ class Score:
     brierlm: float | None
     interval: tuple[float | None, float | None]
     undefined_because: str | None
+    protocol: str = ""
+    text: str | None = None
+    follows_the_paper: bool = False
 
 
 def scores(folder: Path) -> list[Score]:
-    """Every BrierLM result below ``<folder>/eval``, by step."""
-    return sorted(_found(folder), key=lambda score: score.step)
+    """Every BrierLM result in and below ``<folder>/eval``, by protocol and step: those of the run's own first."""
+    return sorted(_found(folder), key=lambda score: (len(score.path.parts), score.path.parent, score.step))
+
+
+def own_and_others(folder: Path) -> tuple[int, dict[str, int]]:
+    """Checkpoints scored under the run's own protocol, and how many under each other protocol or on other data.
+
+    Files are counted by their names; none is opened.
+    """
+    others = Counter(
+        str(path.parent.relative_to(folder / "eval")) for path in (folder / "eval").glob("*/**/step_*.json")
+    )
+    return len(list((folder / "eval").glob("step_*.json"))), dict(sorted(others.items()))
 
 
 def flops_at(config: RunConfig, step: int) -> float:
@@ -58,7 +74,7 @@ def paper_points() -> list[ScorePoint]:
 
 
 def _found(folder: Path) -> Iterator[Score]:
-    for path in sorted((folder / "eval").glob("*.json")):
+    for path in sorted((folder / "eval").rglob("*.json")):
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -69,7 +85,24 @@ def _found(folder: Path) -> Iterator[Score]:
         low, high = score.get("brierlm_interval") or (None, None)
         step = _step(raw, path)
         if step is not None:
-            yield Score(path, step, score.get("brierlm"), (low, high), score.get("undefined_because"))
+            stored = raw["protocol"] if isinstance(raw.get("protocol"), dict) else {}
+            provenance = stored.get("provenance") or {}
+            yield Score(
+                path,
+                step,
+                score.get("brierlm"),
+                (low, high),
+                score.get("undefined_because"),
+                _protocol_of(path.parent.relative_to(folder / "eval"), stored),
+                provenance.get("text"),
+                follows_the_paper(stored),
+            )
+
+
+def _protocol_of(place: Path, stored: dict[str, Any]) -> str:
+    """The protocol in words, after the data where they are not the run's own."""
+    data = next((part for part in place.parts if part.startswith("data-")), None)
+    return ", ".join(part for part in (data, describe_protocol(stored)) if part)
 
 
 def _step(raw: dict[str, Any], path: Path) -> int | None:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from calm_scale.accounting.costs import run_totals
 from calm_scale.config import RunConfig
+from calm_scale.config.outputs import write_output
 from calm_scale.stages.demo.curves import Curve, draw
 from calm_scale.stages.demo.layout import DemoFolder
 from calm_scale.stages.demo.results import Results, read_results
@@ -32,10 +33,8 @@ def write_report(
     """Write report.html and summary.json, print the summary table."""
     totals = run_totals(config)
     results = read_results(folder, totals.lm + totals.autoencoder, layouts)
-    folder.summary.write_text(
-        json.dumps(results.document(seconds), indent=2, allow_nan=False) + "\n", encoding="utf-8"
-    )
-    folder.report.write_text(_page(folder, config, results, seconds, commands), encoding="utf-8")
+    write_output(folder.summary, json.dumps(results.document(seconds), indent=2, allow_nan=False) + "\n")
+    write_output(folder.report, _page(folder, config, results, seconds, commands))
     console.print(_table(folder, results, seconds))
 
 
