@@ -44,7 +44,7 @@ def make_way(folder: Path, what: str) -> None:
     real = folder.resolve()
     if real == Path.cwd():
         raise ConfigError(f"{folder}: is the current folder; name another one for {what}")
-    inside = next((parent for parent in (real, *real.parents) if (parent / CARD).is_file()), None)
+    inside = next((parent for parent in real.parents if (parent / CARD).is_file()), None)
     if inside is not None:
         raise ConfigError(
             f"{folder}: lies in {inside}, a checkpoint or an export; name a folder elsewhere for {what}"

@@ -83,3 +83,25 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
         make_way(tmp_path, "the export")
     with pytest.raises(ConfigError, match="is a file"):
         make_way(tmp_path / "a", "the export")
+
+
+def test_an_export_never_goes_into_a_checkpoint_or_replaces_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "step_00000002"
+    checkpoint.mkdir()
+    (checkpoint / "card.json").touch()
+    with pytest.raises(ConfigError, match="a checkpoint or an export; name a folder elsewhere"):
+        make_way(checkpoint / "deep" / "out", "the export")
+    with pytest.raises(ConfigError, match="is not empty"):
+        make_way(checkpoint, "the export")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="is the current folder"):
+        make_way(Path(), "the export")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    make_way(tmp_path / "link", "the export")
+    with appearing_whole(tmp_path / "link") as partial:
+        (partial / "file").touch()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "file").is_file()
