@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from calm_scale.config.late_files import VARIABLE, wait_seconds, wait_until_visible
+from data_prep.changes import join_digests
 from data_prep.documents import HARMLESS
 from data_prep.errors import PrepError
 from data_prep.journal import Journal
@@ -45,6 +46,7 @@ class Totals:
     corrupt: dict[str, str] = field(default_factory=dict)
     sources: list[SourceCounts] = field(default_factory=list)
     unusable: dict[str, str] = field(default_factory=dict)
+    contents: list[str] = field(default_factory=list)
 
     @property
     def bad(self) -> int:
@@ -71,6 +73,7 @@ def collect(plan: Plan, journal: Journal) -> tuple[list[SegmentRecord], Totals]:
         broken = next((r.corrupt for r in found if r.corrupt), None)
         if broken:
             totals.corrupt[source.name] = broken
+            totals.contents.append("")
             continue
         if late:
             raise PrepError(
@@ -78,6 +81,7 @@ def collect(plan: Plan, journal: Journal) -> tuple[list[SegmentRecord], Totals]:
                 f"that {source.name} is not complete here; rerun prep, or set {VARIABLE} to wait longer"
             )
         records += found
+        totals.contents.append(join_digests([record.content for record in found]))
     for record in records:
         totals.read += record.read
         totals.filtered += record.filtered
@@ -237,7 +241,10 @@ def write_split(
         provenance={
             "plan": plan.key,
             "inputs": [{"name": i.name, "bytes": i.size, "identity": i.identity} for i in plan.inputs],
-            "tokenizer": plan.tokenizer_config.model_dump(mode="json", exclude={"encoder", "on_mismatch"}),
+            "tokenizer": {
+                **plan.tokenizer_config.model_dump(mode="json", exclude={"on_mismatch"}),
+                "encoder": tokenizer.portable_encoder,
+            },
             "corrupt_inputs": totals.corrupt,
             "unusable_inputs": totals.unusable,
             "share_of_documents": [split.low, split.high],

@@ -61,7 +61,14 @@ class TokenizersEncoder:
 
     def encode_flat(self, texts: list[str], *, framed: bool) -> Flat:
         """See ``Encoder``."""
-        encoded = self._native.encode_batch_fast(texts, add_special_tokens=framed)
+        try:
+            encoded = self._native.encode_batch_fast(texts, add_special_tokens=framed)
+        except (
+            Exception
+        ) as error:  # of a definition that loads and cannot encode: the library has no class for it
+            raise TokenizerMistakeError(
+                f"the encoder tokenizers cannot encode a text with this tokenizer: {error}"
+            ) from None
         return _flatten([np.asarray(e.ids, np.uint32) for e in encoded])
 
 

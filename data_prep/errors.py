@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import traceback
+from pathlib import Path
 
 from calm_scale.config.base import CalmScaleError, ConfigError
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No room on the disk, none in the quota, or a limit on the size of a file."""
 
 
 class PrepError(CalmScaleError):
@@ -26,6 +31,10 @@ class ShardError(CalmScaleError):
 
 class ShardMistakeError(ShardError, ConfigError):
     """The shards asked for are not there, or cannot be what was asked (exit code 2)."""
+
+
+class DiskFullError(PrepError):
+    """A file system, a quota or a limit on the size of files left no room for a shard."""
 
 
 class SourceError(PrepError):
@@ -63,16 +72,25 @@ class EncoderMismatchError(TokenizerError):
         return self.text
 
 
+def describe_full_disk(path: Path | None, missing: int = 0) -> str:
+    """What to say when ``path`` could not be written for want of room; ``missing``: bytes that were to be added."""
+    facts = f" at {path}" if path else ""
+    place = next((parent for parent in path.absolute().parents if parent.exists()), None) if path else None
+    if place is not None:
+        needed = f"{missing:,} bytes were to be written, " if missing else ""
+        facts += f" ({needed}its file system has {shutil.disk_usage(place).free:,} bytes free)"
+    return (
+        f"the disk is full{facts}: free some space (or raise the quota or the limit on file sizes) and rerun prep; "
+        "finished segments are kept, unfinished files were removed"
+    )
+
+
 def explain(error: BaseException, who: str) -> str:
     """What to tell people about an error that ends a prep; ``who`` names the process for unexpected ones."""
     if isinstance(error, CalmScaleError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = f" ({error.filename})" if error.filename else ""
-        return (
-            f"the disk is full{place}: free some space and rerun prep; finished segments are kept, unfinished files "
-            "were removed"
-        )
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return describe_full_disk(Path(error.filename) if error.filename else None)
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
     return f"{who} of the prep failed unexpectedly:\n{''.join(traceback.format_exception(error))}"

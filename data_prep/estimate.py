@@ -1,17 +1,19 @@
-"""What a prep will make of its inputs, from a look at the first documents: for plans before anything runs."""
+"""What a prep will make of its inputs, measured on the first documents of each source, before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+
+import numpy as np
 
 from calm_scale.config import ConfigError, RunConfig
-from data_prep.errors import PrepError
-from data_prep.inputs import list_inputs
+from calm_scale.config.data import PrepConfig
+from data_prep.errors import PrepError, SourceError, SourceMistakeError
+from data_prep.inputs import Input, list_inputs
 from data_prep.shards import token_dtype
-from data_prep.sources import iterate_texts
-from data_prep.tokenizer import load_tokenizer
+from data_prep.sources import Reader
+from data_prep.tokenizer import Tokenizer, load_tokenizer
 
 BYTES_PER_TOKEN = 4.0
 """Where no tokenizer can be asked."""
@@ -20,8 +22,8 @@ BYTES_PER_SECOND = 60e6
 """Of text, one worker: an assumption."""
 
 SHARD_OVERHEAD = 1.05
-_SAMPLED_DOCUMENTS = 256
-_SAMPLED_BYTES = 2_000_000
+_SAMPLED_BYTES = 1_000_000
+_LEAST_SAMPLED_BYTES = 32_000
 
 
 @dataclass(frozen=True)
@@ -72,37 +74,79 @@ def estimate(config: RunConfig) -> Estimate:
         raise ConfigError(f"run {config.name}: there is no `prep` section")
     inputs = list_inputs(config.prep.sources)
     text = sum(item.text_bytes for item in inputs)
-    first = next((item for item in inputs if not item.is_dataset), None)
-    field = config.prep.sources[first.source].text_field if first is not None else ""
-    documents = list(_first_documents(first.name, field)) if first is not None else []
-    sampled = sum(len(document.encode()) for document in documents)
-    tokens = _tokens(config, documents)
+    measured = measure(inputs, config.prep, _load_tokenizer(config))
     return Estimate(
         num_inputs=len(inputs),
         stored_bytes=sum(item.size for item in inputs),
         text_bytes=text,
-        num_documents=round(text * len(documents) / sampled) if sampled else 0,
-        bytes_per_token=sampled / tokens if tokens else BYTES_PER_TOKEN,
-        sampled=bool(tokens),
+        num_documents=round(measured.documents_per_byte * text),
+        bytes_per_token=measured.bytes_per_token or BYTES_PER_TOKEN,
+        sampled=measured.bytes_per_token > 0,
         bytes_per_id=token_dtype(config.vocab_size - 1, config.prep.dtype).itemsize,
     )
 
 
-def _first_documents(name: str, text_field: str) -> Iterator[str]:
-    size = 0
-    for document in islice(iterate_texts([name], text_field), _SAMPLED_DOCUMENTS):
-        yield document
-        size += len(document)
-        if size > _SAMPLED_BYTES:
-            return
+@dataclass(frozen=True)
+class Measured:
+    """Rates over all sources, weighted by their bytes of text; 0 where nothing could be read or encoded."""
+
+    bytes_per_token: float
+    documents_per_byte: float
 
 
-def _tokens(config: RunConfig, documents: list[str]) -> int:
-    """Ids of the documents, framing included; 0 where there is no tokenizer yet."""
-    if not documents:
-        return 0
+def measure(inputs: Sequence[Input], prep: PrepConfig, tokenizer: Tokenizer | None) -> Measured:
+    """Encode the first documents of the first input of each source, padding of ``aligned`` packing included.
+
+    What cannot be read counts like the other sources; a name on a hub is not asked.
+
+    Raises:
+        SourceMistakeError: a table has no such column.
+    """
+    largest = max(_SAMPLED_BYTES // len(prep.sources), _LEAST_SAMPLED_BYTES)
+    sizes, documents, tokens = 0.0, 0.0, 0.0
+    for number in range(len(prep.sources)):
+        mine = [item for item in inputs if item.source == number and item.text_bytes]
+        texts, share = _read_first(mine[0], prep, largest) if mine else ([], 0.0)
+        if not texts:
+            continue
+        weight = sum(item.text_bytes for item in mine)
+        sizes += weight
+        documents += weight * len(texts) / share
+        tokens += weight * _count_tokens(texts, prep, tokenizer) / share
+    return Measured(sizes / tokens if tokens else 0.0, documents / sizes if sizes else 0.0)
+
+
+def _read_first(item: Input, prep: PrepConfig, largest: int) -> tuple[list[str], float]:
+    """The first documents of an input, and the bytes of text (as ``Input.text_bytes`` counts them) they stand for."""
+    if item.kind == "hub":
+        return [], 0.0
     try:
-        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path, verified=True)
-    except (PrepError, OSError):
+        block = next(Reader(item, prep.sources[item.source], 1 << 62).texts(0), None)
+    except SourceMistakeError:
+        raise
+    except (SourceError, OSError):
+        return [], 0.0
+    if block is None or not block.texts:
+        return [], 0.0
+    ends = np.cumsum([len(text) for text in block.texts])
+    count = max(1, int(np.searchsorted(ends, largest)))
+    chosen = [text[:largest] for text in block.texts[:count]]
+    return chosen, block.num_bytes * sum(map(len, chosen)) / float(ends[-1])
+
+
+def _count_tokens(texts: list[str], prep: PrepConfig, tokenizer: Tokenizer | None) -> int:
+    """Ids of the documents, framing and alignment included; 0 without a tokenizer."""
+    if tokenizer is None:
         return 0
-    return int(tokenizer.encode_documents(documents)[0].size)
+    lengths = np.diff(tokenizer.encode_documents(texts)[1])
+    if prep.packing == "aligned":
+        lengths = -(-lengths // prep.alignment) * prep.alignment
+    return int(lengths.sum())
+
+
+def _load_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """The run's tokenizer; ``None`` where there is none yet."""
+    try:
+        return load_tokenizer(config.tokenizer, config.tokenizer_path, verified=True)
+    except (PrepError, OSError):
+        return None

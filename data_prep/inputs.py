@@ -27,15 +27,15 @@ _KINDS = {f"{lines}{end}": kind for lines in _LINES for end, kind in _COMPRESSIO
 _NAMED = 3
 """Files that a line names of those it counts."""
 _EXPANSION = {"plain": 1.0, "zst": 3.2, "gz": 3.0, "parquet": 2.0}
-_SAMPLE = 1 << 16
+SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Input:
     """One input file (or one dataset): where, how to read it, and how to tell that it changed.
 
-    ``text_bytes`` estimates the bytes of its text. ``identity`` is a hash of size and first and last 64 KiB (kind
-    ``hub``: the commit).
+    ``text_bytes`` estimates the bytes of its text. ``identity`` is a hash of size and first and last 64 KiB (a folder:
+    of all its files; kind ``hub``: the commit). ``mtime_ns``: a folder has the sum over its files.
     """
 
     source: int
@@ -290,7 +290,7 @@ def _status(path: Path, *, follow: bool = True) -> os.stat_result | None:
 
 
 def _list_dataset(source: int, name: str, split: str, claims: _Claims) -> Input:
-    """A dataset on disk is known by the names, sizes and times of its files; one on a hub by its commit."""
+    """A dataset on disk is known by the names and identities of its files; one on a hub by its commit."""
     folder = Path(name)
     status = _status(folder)
     if status is None or not stat.S_ISDIR(status.st_mode):
@@ -302,14 +302,19 @@ def _list_dataset(source: int, name: str, split: str, claims: _Claims) -> Input:
     files = sorted(_files_at(folder, set()))
     _check_names(files)
     _claim_dataset(source, folder, files, split, claims)
-    states = [path.stat() for path in files]
-    facts = [
-        f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}"
-        for path, state in zip(files, states, strict=True)
-    ]
-    size = sum(state.st_size for state in states)
+    described = [(path, *_identify(path)) for path in files]
+    facts = [f"{path.relative_to(folder)} {identity}" for path, _, _, identity in described]
+    size = sum(status.st_size for _, status, _, _ in described)
+    times = sum(status.st_mtime_ns for _, status, _, _ in described)
     identity = xxhash.xxh3_128_hexdigest("\n".join([split, *facts]).encode())
-    return Input(source, name, "dataset", size, 0, size, identity)
+    return Input(source, name, "dataset", size, times, size, identity)
+
+
+def identify_by_times(folder: str, split: str) -> str:
+    """The identity of a dataset folder by names, sizes and times of its files, as plans held it before."""
+    states = [(path, path.stat()) for path in sorted(_files_at(Path(folder), set()))]
+    facts = [f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}" for path, state in states]
+    return xxhash.xxh3_128_hexdigest("\n".join([split, *facts]).encode())
 
 
 def _claim_dataset(source: int, folder: Path, files: list[Path], split: str, claims: _Claims) -> None:
@@ -324,17 +329,22 @@ def _claim_dataset(source: int, folder: Path, files: list[Path], split: str, cla
 
 def _describe(source: int, path: Path) -> Input:
     kind = kind_of(path) or "plain"
+    status, head, identity = _identify(path)
+    text = _text_bytes(kind, head, status.st_size)
+    return Input(source, str(path), kind, status.st_size, status.st_mtime_ns, text, identity)
+
+
+def _identify(path: Path) -> tuple[os.stat_result, bytes, str]:
+    """A file's facts, its first bytes, and the hash of its size and its first and last bytes."""
     try:
         status = path.stat()
         with path.open("rb") as file:
-            head = file.read(_SAMPLE)
-            file.seek(max(0, status.st_size - _SAMPLE))
-            tail = file.read(_SAMPLE)
+            head = file.read(SAMPLE_BYTES)
+            file.seek(max(0, status.st_size - SAMPLE_BYTES))
+            tail = file.read(SAMPLE_BYTES)
     except OSError as error:
         raise SourceMistakeError(f"{path} cannot be read: {error.strerror}") from None
-    identity = xxhash.xxh3_128_hexdigest(f"{status.st_size} ".encode() + head + tail)
-    text = _text_bytes(kind, head, status.st_size)
-    return Input(source, str(path), kind, status.st_size, status.st_mtime_ns, text, identity)
+    return status, head, xxhash.xxh3_128_hexdigest(f"{status.st_size} ".encode() + head + tail)
 
 
 def _text_bytes(kind: str, head: bytes, size: int) -> int:

@@ -80,9 +80,10 @@ def tokenizer_of(split_dir: Path, path: Path | None = None) -> Tokenizer:
     Raises:
         TokenizerMistakeError: there is none.
     """
+    manifest = Manifest.read(split_dir)
     stated = checked(
         TokenizerConfig,
-        Manifest.read(split_dir).provenance.get("tokenizer", {}),
+        manifest.provenance.get("tokenizer", {}),
         f"{split_dir / MANIFEST_NAME}: provenance.tokenizer",
         remedy="name the tokenizer with --tokenizer",
         raises=TokenizerMistakeError,
@@ -93,7 +94,11 @@ def tokenizer_of(split_dir: Path, path: Path | None = None) -> Tokenizer:
         raise TokenizerMistakeError(
             f"{split_dir}: no tokenizer is stored beside it; name one with --tokenizer"
         )
-    return load_tokenizer(stated, place, verified=True)
+    tokenizer = load_tokenizer(stated, place, verified=True)
+    if tokenizer.fingerprint == manifest.tokenizer_fingerprint or "encoder" in stated.model_fields_set:
+        return tokenizer
+    # Manifests did not always say which encoder was used: where the fast one differs, it was the reference.
+    return load_tokenizer(stated.model_copy(update={"encoder": tokenizer.judge_name}), place)
 
 
 def read_sequence(split_dir: Path, index: int, tokenizer: Decodes | None = None) -> StoredSequence:

@@ -10,20 +10,23 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from calm_scale.config.data import SPLITS
 from calm_scale.config.exclusive import OccupiedError, exclusive
 from calm_scale.config.files import write_atomically
 from calm_scale.config.stored import checked, read_object
+from data_prep.changes import has_content_of, list_changes
 from data_prep.errors import PrepError, PrepMistakeError
 from data_prep.plan import Plan
 from data_prep.record import SegmentRecord
 
 WORK_FOLDER = ".prep"
+_LOCK_FILE = ".prep.lock"
+UNFINISHED = "the unfinished work of a prep"
 
 
 class FolderLock:
@@ -40,7 +43,7 @@ class FolderLock:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise PrepMistakeError(f"{data_dir}: cannot be made ({error.strerror}); set `data`") from None
-        self._path = data_dir / ".prep.lock"
+        self._path = data_dir / _LOCK_FILE
         self._held = ExitStack()
 
     def __enter__(self) -> FolderLock:
@@ -59,6 +62,23 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
+
+
+def check_lock(data_dir: Path) -> None:
+    """Refuse a folder as ``FolderLock`` would, without making anything.
+
+    Raises:
+        PrepMistakeError: the folder cannot be made, or another command is writing it.
+    """
+    place = data_dir
+    while not place.exists():
+        place = place.parent
+    why = errno.ENOTDIR if not place.is_dir() else 0 if os.access(place, os.W_OK) else errno.EACCES
+    if why:
+        raise PrepMistakeError(f"{data_dir}: cannot be made ({os.strerror(why)}); set `data`")
+    if (data_dir / _LOCK_FILE).exists():
+        with FolderLock(data_dir):
+            return
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,7 @@ class Journal:
         self._remove_discarded()
         if restart:
             self.clear()
-        self.refuse_other_plan(plan, "the unfinished work of a prep")
+        self.refuse_other_plan(plan, UNFINISHED)
         for name in (*(f"{split.name}/manifest.json" for split in plan.splits), "manifest.json"):
             (self.data_dir / name).unlink(missing_ok=True)
         for leftover in (*self.root.glob("attempt-*"),):
@@ -97,14 +117,24 @@ class Journal:
             part.unlink(missing_ok=True)
         for folder in (self.root / "records", self.attempt_dir / "claims", self.attempt_dir / "progress"):
             folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._stated, json.dumps({"key": plan.key, "settings": plan.settings}) + "\n")
+        self.store_plan(plan)
 
     @property
     def _stated(self) -> Path:
         return self.data_dir / "plan.json"
 
-    def refuse_other_plan(self, plan: Plan, what: str) -> None:
+    def store_plan(self, plan: Plan) -> None:
+        """Write ``plan.json``, unless it says the same."""
+        text = json.dumps({"key": plan.key, "settings": plan.settings}) + "\n"
+        if not self._stated.exists() or self._stated.read_text(encoding="utf-8") != text:
+            write_atomically(self._stated, text)
+
+    def refuse_other_plan(
+        self, plan: Plan, what: str, has_same_content: Callable[[int], bool | None] | None = None
+    ) -> None:
         """Refuse a folder whose work belongs to another plan.
+
+        ``has_same_content``: see ``list_changes``; by default it asks the records of unfinished work.
 
         Raises:
             PrepError: names what differs.
@@ -112,13 +142,27 @@ class Journal:
         if not self._stated.exists():
             self._refuse_strangers()
             return
-        old = read_object(self._stated, remedy="discard the old work with --restart", raises=PrepMistakeError)
-        if old.get("key") != plan.key:
-            changed = "; ".join(differences(old.get("settings", {}), plan.settings)[:6])
+        remedy = "discard the old work with --restart"
+        old = read_object(self._stated, remedy=remedy, raises=PrepMistakeError)
+        settings = old.get("settings")
+        if not isinstance(settings, dict) or not isinstance(settings.get("inputs"), list):
+            raise PrepMistakeError(f"{self._stated} does not hold the settings of a prep; {remedy}")
+        changes = list_changes(
+            plan,
+            settings,
+            has_same_content or (lambda item: has_content_of(plan, item, self._read_recorded(item))),
+        )
+        if changes:
             raise PrepMistakeError(
-                f"{self.data_dir} holds {what} with other settings or inputs ({changed}). Nothing was mixed: put "
-                "them back, choose another folder, or discard the old work with --restart"
+                f"{self.data_dir} holds {what} with other settings or inputs ({'; '.join(changes)}). Nothing was "
+                "mixed: put them back, choose another folder, or discard the old work with --restart"
             )
+
+    def _read_recorded(self, item: int) -> dict[int, SegmentRecord]:
+        """The records of an input's finished segments, by segment."""
+        numbers = [int(path.stem[7:]) for path in self.root.glob(f"records/{item:06d}-*.json")]
+        found = {number: self.read_record(item, number) for number in numbers}
+        return {number: record for number, record in found.items() if record is not None}
 
     def _refuse_strangers(self) -> None:
         manifests = [self.data_dir / folder / "manifest.json" for folder in (".", *SPLITS)]
@@ -168,6 +212,10 @@ class Journal:
         )
         return record if whole else None
 
+    def count_records(self) -> int:
+        """Segments that earlier attempts finished."""
+        return sum(1 for _ in self.root.glob("records/*.json"))
+
     def write_record(self, record: SegmentRecord) -> None:
         """The commit of a segment."""
         write_atomically(self.record_path(record.item, record.segment), record.model_dump_json() + "\n")
@@ -191,22 +239,3 @@ class Journal:
     def failed(self) -> bool:
         """Whether a process of this attempt has failed."""
         return any(self.attempt_dir.glob("error-*"))
-
-
-def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Key paths whose values differ, with both values, shortened."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(k for k in new if k not in old)]
-        return [d for k in keys for d in differences(old.get(k), new.get(k), f"{path}.{k}".lstrip("."))]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [
-            d
-            for i, (a, b) in enumerate(zip(old, new, strict=True))
-            for d in differences(a, b, f"{path}[{i}]")
-        ]
-    return [] if old == new else [f"{path}: {_short(old)} → {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

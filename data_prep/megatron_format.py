@@ -246,7 +246,7 @@ def import_megatron(
                     "megatron": str(prefix),
                     "index": xxhash.xxh3_64_hexdigest(index.lengths.tobytes()),
                     "tokenizer": (stated or TokenizerConfig()).model_dump(
-                        mode="json", exclude={"encoder", "on_mismatch"}
+                        mode="json", exclude={"on_mismatch"}
                     ),
                 },
             }

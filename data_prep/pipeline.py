@@ -12,12 +12,14 @@ from typing import TypeVar
 
 from calm_scale.config import RunConfig
 from calm_scale.config.base import CalmScaleError
+from calm_scale.config.wording import counted
 from data_prep.assemble import check_limit, collect, reweigh, write_rejected, write_split
+from data_prep.changes import has_digest
 from data_prep.cold import ColdShard, remove_unnamed
 from data_prep.dedup import find_duplicates
 from data_prep.errors import EncoderMismatchError, PrepError, ShardError, StarvedSplitError, explain
 from data_prep.inspection import store_definition
-from data_prep.journal import FolderLock, Journal
+from data_prep.journal import UNFINISHED, FolderLock, Journal, check_lock
 from data_prep.manifest import Manifest, TokenCounts
 from data_prep.mpi import Ranks, detect_ranks
 from data_prep.plan import Plan, check_disk, make_plan
@@ -143,32 +145,64 @@ def _tokenizer(config: RunConfig, loaded: list[Tokenizer]) -> Tokenizer:
     return loaded[0] if loaded else load_tokenizer(config.tokenizer, config.tokenizer_path, verified=True)
 
 
+@dataclass(frozen=True)
+class Foresight:
+    """What a prep would do now: its plan, and what it would find in the data folder, in words."""
+
+    plan: Plan
+    found: str
+
+
+def foresee(config: RunConfig, *, restart: bool = False) -> Foresight:
+    """What ``prepare`` would do, without writing anything.
+
+    Raises:
+        CalmScaleError: the error with which ``prepare`` would refuse.
+    """
+    plan = make_plan(config, load_tokenizer(config.tokenizer, config.tokenizer_path))
+    journal = Journal(config.data_dir, "foreseen")
+    check_lock(config.data_dir)
+    if not restart and _find_done(plan, journal) is not None:
+        return Foresight(plan, "already complete: nothing would be redone")
+    check_disk(plan, config.data_dir)
+    if restart:
+        return Foresight(plan, "earlier work would be discarded")
+    journal.refuse_other_plan(plan, UNFINISHED)
+    finished = journal.count_records()
+    found = (
+        f"{counted(finished, 'segment')} finished, which would not be redone" if finished else "nothing yet"
+    )
+    return Foresight(plan, found)
+
+
 def _begin(config: RunConfig, stack: ExitStack, loaded: list[Tokenizer], *, restart: bool) -> _Begun:
     """Rank 0: verify the tokenizer, make the plan, take the folder."""
     loaded.append(load_tokenizer(config.tokenizer, config.tokenizer_path))
     plan = make_plan(config, loaded[0])
     journal = Journal(config.data_dir, uuid.uuid4().hex[:12])
     stack.enter_context(FolderLock(config.data_dir))
-    if not restart:
-        done = _already_done(plan, journal)
-        if done is not None:
-            return _Begun(plan, journal, done)
+    if not restart and (done := _find_done(plan, journal)) is not None:
+        journal.store_plan(plan)  # the times of inputs that were found to be the same
+        return _Begun(plan, journal, reweigh(plan, journal.data_dir, done))
     check_disk(plan, config.data_dir)
     journal.open(plan, restart=restart)
     return _Begun(plan, journal)
 
 
-def _already_done(plan: Plan, journal: Journal) -> PrepReport | None:
+def _find_done(plan: Plan, journal: Journal) -> PrepReport | None:
     """The report of a finished prep of this very plan whose shards are all there.
 
     Raises:
+        PrepMistakeError: it is the prep of other settings or inputs.
         ShardError: it was finished, and is damaged now.
     """
     report = PrepReport.read(journal.data_dir)
     if report is None or (journal.root / "records").exists():
         return None
-    if report.plan != plan.key:
-        journal.refuse_other_plan(plan, "a finished prep")
+    recorded = dict(enumerate(report.contents))
+    journal.refuse_other_plan(
+        plan, "a finished prep", lambda item: has_digest(plan, item, recorded.get(item, ""))
+    )
     try:
         for split in report.splits:
             folder = journal.data_dir / split.name
@@ -179,7 +213,7 @@ def _already_done(plan: Plan, journal: Journal) -> PrepReport | None:
             f"{error}\n{journal.data_dir} was finished and is damaged now: bring the file back, or prepare all of it "
             "again with --restart"
         ) from None
-    return reweigh(plan, journal.data_dir, report).model_copy(update={"already_done": True})
+    return report.model_copy(update={"already_done": True})
 
 
 def _pass(
@@ -239,6 +273,7 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
         tokens={name: sum(getattr(m.tokens, name) for m in manifests) for name in names},
         splits=[summarise(manifest) for manifest in manifests],
         text_bytes=totals.text_bytes,
+        contents=totals.contents,
         seconds=time.perf_counter() - started,
         steady_seconds=max(0.0, work.ended - work.began),
         steady_bytes=work.text_bytes,

@@ -19,7 +19,7 @@ from calm_scale.config.base import ConfigError
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from calm_scale.config.wording import counted
 from data_prep.errors import PrepError
-from data_prep.estimate import BYTES_PER_SECOND, BYTES_PER_TOKEN, SHARD_OVERHEAD
+from data_prep.estimate import BYTES_PER_SECOND, BYTES_PER_TOKEN, SHARD_OVERHEAD, measure
 from data_prep.inputs import Input, list_inputs
 from data_prep.shards import SUFFIX, token_dtype
 from data_prep.tokenizer import Tokenizer
@@ -51,6 +51,8 @@ class Plan:
     tokenizer: dict[str, Any]
     tokenizer_config: TokenizerConfig
     pad_id: int | None
+    bytes_per_token: float
+    """Of text, measured on the first documents; an assumption where none could be read."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -72,8 +74,10 @@ class Plan:
 
     @cached_property
     def key(self) -> str:
-        """Hex digest of the settings."""
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.settings, sort_keys=True).encode())
+        """Hex digest of the settings; the times of the inputs are no part of it."""
+        timeless = [{k: v for k, v in item.items() if k != "mtime_ns"} for item in self.settings["inputs"]]
+        text = json.dumps({**self.settings, "inputs": timeless}, sort_keys=True)
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
     @property
     def text_bytes(self) -> int:
@@ -83,7 +87,7 @@ class Plan:
     @property
     def disk_bytes(self) -> int:
         """Estimated bytes of shards."""
-        return int(self.text_bytes / BYTES_PER_TOKEN * np.dtype(self.dtype).itemsize * SHARD_OVERHEAD)
+        return int(self.text_bytes / self.bytes_per_token * np.dtype(self.dtype).itemsize * SHARD_OVERHEAD)
 
     def show(self, console: Console | None = None) -> None:
         """Print the plan: inputs, disk and time (at 60 MB/s a worker)."""
@@ -108,7 +112,8 @@ class Plan:
             f"splits: {', '.join(f'{s.name} {s.high - s.low:.4g}' for s in self.splits)} · packing: "
             f"{self.prep.packing} · sequences of {self.prep.sequence_length:,} {self.dtype} ids, K-aligned to "
             f"{self.prep.alignment}\n"
-            f"about {self.text_bytes / BYTES_PER_TOKEN / 1e6:,.1f} M tokens, {self.disk_bytes / 1e9:,.3f} GB of "
+            f"about {self.text_bytes / self.bytes_per_token / 1e6:,.1f} M tokens, {self.bytes_per_token:.2f} bytes "
+            f"each, {self.disk_bytes / 1e9:,.3f} GB of "
             f"shards in about {counted(segments, 'segment')} of {self.segment_bytes / 1e6:,.1f} MB, "
             f"{_duration(seconds)} with {counted(self.prep.workers, 'worker')}"
         )
@@ -152,6 +157,7 @@ def make_plan(config: RunConfig, tokenizer: Tokenizer) -> Plan:
         },
         tokenizer_config=config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
         pad_id=tokenizer.pad_id,
+        bytes_per_token=measure(inputs, prep, tokenizer).bytes_per_token or BYTES_PER_TOKEN,
     )
 
 

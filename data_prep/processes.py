@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -41,8 +42,9 @@ def run_workers(
         )
         for number in range(count)
     ]
-    for process in processes:
-        process.start()
+    with _safe_path():
+        for process in processes:
+            process.start()
     try:
         _wait(processes, journal)
     finally:
@@ -51,6 +53,21 @@ def run_workers(
                 process.terminate()
         for process in processes:
             process.join()
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Python processes that are started here do not look for modules in the current folder: a ``select.py`` of the
+    user's must not hide the library's."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _wait(processes: list[BaseProcess], journal: Journal) -> None:

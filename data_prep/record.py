@@ -35,6 +35,8 @@ class SegmentRecord(BaseModel):
     duplicates: int = 0
     quarantined: dict[str, int] = {}
     text_bytes: int = 0
+    content: str = ""
+    """Hash of what was read, as ``Reader.digest`` gives it; empty in records of versions that did not keep it."""
     notes: dict[str, int] = {}
     splits: dict[str, SplitOutput] = {}
     corrupt: str | None = None

@@ -55,6 +55,8 @@ class PrepReport(BaseModel):
     tokens: dict[str, int]
     splits: list[SplitSummary]
     text_bytes: int
+    contents: list[str] = []
+    """A hash of what was read from each input of the plan, by which an input with another time is recognised."""
     tokenizer_fingerprint: str
     corrupt_inputs: dict[str, str] = {}
     sources: list[SourceCounts] = []

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from calm_scale.config.files import naming
 from data_prep.ahead import Ahead
 from data_prep.documents import Bad, Texts
 from data_prep.journal import Journal
@@ -151,7 +152,7 @@ def run_segment(
     except BaseException:
         _discard(sinks)
         raise
-    record.last = reader.ended
+    record.last, record.content = reader.ended, reader.content
     if record.last:
         notes.update(reader.notes)
     record.quarantined, record.notes = dict(quarantined), dict(notes)
@@ -210,7 +211,7 @@ def _write_rejected(record: Path, name: str, rejected: list[Bad]) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write and fsync; the record that names this file is committed afterwards."""
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

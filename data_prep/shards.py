@@ -30,7 +30,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from data_prep.errors import ShardError, ShardMistakeError
+from data_prep.errors import DISK_FULL, DiskFullError, ShardError, ShardMistakeError, describe_full_disk
 
 MAGIC = b"CALMSHRD"
 VERSION = 1
@@ -209,8 +209,13 @@ class ShardWriter:
             view = np.ascontiguousarray(ids).view(np.uint8).data
             self._digest.update(view)
             written = 0
-            while written < len(view):
-                written += self._file.write(view[written:])
+            try:
+                while written < len(view):
+                    written += self._file.write(view[written:])
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                raise DiskFullError(describe_full_disk(self.path, len(view) - written)) from None
             self._num_sequences += len(ids) // self._length
 
     def seal(self) -> tuple[ShardHeader | None, NDArray[np.unsignedinteger]]:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
+import xxhash
+
 from calm_scale.config.data import SourceConfig
 from data_prep.documents import RecordParser, SetFilter, Texts, texts_of_rows
 from data_prep.inputs import Input, list_inputs
-from data_prep.lines import LineStream
+from data_prep.lines import LineBlock, LineStream
 from data_prep.tables import DatasetRows, ParquetRows
 
 
@@ -19,6 +21,7 @@ class Reader:
 
     Attributes:
         ended: after ``texts(k)``: nothing follows segment k, and the input's end was verified.
+        content: after ``texts(k)``: hash of the lines or rows of segment k, good or bad.
     """
 
     def __init__(self, item: Input, source: SourceConfig, segment_bytes: int, first_segment: int = 0) -> None:
@@ -26,6 +29,7 @@ class Reader:
         self._source, self._segment_bytes, self._first_segment = source, segment_bytes, first_segment
         self._sets = SetFilter(source.include_sets, source.exclude_sets)
         self._parser = RecordParser(source.text_field, self._sets)
+        self.content = ""
 
     @cached_property
     def _rows(self) -> LineStream | ParquetRows | DatasetRows:
@@ -57,16 +61,28 @@ class Reader:
             SourceError: the input is truncated, corrupt, or not what it was when the plan was made.
         """
         rows = self._rows
+        read = xxhash.xxh3_128()
         if isinstance(rows, LineStream):
             for block in rows.blocks(segment):
+                read.update(block.data)
                 parsed = self._parser.parse(block)
                 if parsed.bad and rows.lines_skipped:
                     parsed = self._parser.parse(block, rows.lines_skipped)
                 yield parsed
         else:
             for table in rows.blocks(segment):
+                read.update(table.as_bytes())
                 yield texts_of_rows(table.values, table.sets, table.first_row, self._sets)
+        self.content = read.hexdigest()
         self.item.check_unchanged()
+
+    def digest(self, segment: int) -> str:
+        """The ``content`` of ``segment``, without looking for documents in it."""
+        rows = self._rows
+        read = xxhash.xxh3_128()
+        for block in rows.blocks(segment):
+            read.update(block.data if isinstance(block, LineBlock) else block.as_bytes())
+        return read.hexdigest()
 
 
 def iterate_texts(paths: Iterable[Path | str], text_field: str = "text") -> Iterator[str]:

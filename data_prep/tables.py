@@ -25,6 +25,11 @@ class RowBlock:
     sets: list[str | None]
     first_row: int
 
+    def as_bytes(self) -> bytes:
+        """The values and set names, for a hash."""
+        parts = [value if isinstance(value, str) else repr(value) for value in (*self.values, *self.sets)]
+        return "\x1f".join(parts).encode("utf-8", "surrogatepass")
+
 
 class ParquetRows:
     """A Parquet file; a segment is a group of consecutive row groups of about ``segment_bytes``."""

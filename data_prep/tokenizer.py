@@ -94,6 +94,12 @@ class Tokenizer:
             self.check("get ready")
 
     @property
+    def portable_encoder(self) -> str:
+        """The ``tokenizer.encoder`` that gives these ids again: auto for a fast encoder, which equals its reference,
+        so that a machine without it can read the data; the encoder's name otherwise."""
+        return "auto" if self.encoder_name == "fastokens" else self.encoder_name
+
+    @property
     def judge_name(self) -> str:
         """Name of the encoder the corpus is checked against."""
         return "tiktoken" if self._spec.has_ranks and find_spec("tiktoken") else "tokenizers"

@@ -14,10 +14,11 @@ from typing import Any
 import xxhash
 
 from calm_scale.config.data import TokenizerConfig
+from calm_scale.config.wording import counted
 from data_prep.errors import TokenizerMistakeError
 from data_prep.user_cache import load_cached, save_cached
 
-SPEC_VERSION = 1
+SPEC_VERSION = 2
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>", "<|begin_of_sentence|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_sentence|>")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
@@ -85,6 +86,7 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
         head, _, text = cached.partition("\n")
         return TokenizerSpec(file=file, json=text, has_ranks=True, **json.loads(head))
     definition = _definition_of_ranks(_read_ranks(file)) if has_ranks else _read_json(file)
+    _check_alphabet(definition, file)
     specials = {t["content"]: t["id"] for t in definition.get("added_tokens") or [] if t.get("special")}
     ids = [*definition["model"]["vocab"].values(), *(t["id"] for t in definition.get("added_tokens") or [])]
     max_id = max(ids)
@@ -108,6 +110,31 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
     if has_ranks:  # converting 128 000 ranks takes a second
         save_cached("tokenizers", key, f"{json.dumps(facts)}\n{text}")
     return TokenizerSpec(file=file, json=text, has_ranks=has_ranks, **facts)
+
+
+def _check_alphabet(definition: dict[str, Any], file: Path) -> None:
+    """Refuse a vocabulary of bytes that lacks bytes of UTF-8 and has no unknown token: their text would be lost.
+
+    Raises:
+        TokenizerMistakeError: names the missing bytes.
+    """
+    model = definition["model"]
+    if model.get("unk_token") in model["vocab"]:
+        return
+    if "'ByteLevel'" in str(definition.get("pre_tokenizer")):
+        names = byte_letters()
+    elif model.get("byte_fallback"):
+        names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    else:
+        return
+    in_utf8 = (*range(0xC0), *range(0xC2, 0xF5))
+    missing = [f"0x{byte:02X}" for byte in in_utf8 if names[byte] not in model["vocab"]]
+    if missing:
+        shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+        raise TokenizerMistakeError(
+            f"{file}: its byte alphabet is incomplete ({counted(len(missing), 'byte')} missing: {shown}) and it has no "
+            "unknown token, so characters would be lost: use a tokenizer with all bytes, or one with `unk_token`"
+        )
 
 
 def find_definition(path: Path) -> Path:
@@ -166,6 +193,15 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise TokenizerMistakeError(
             f"{file}: only vocabularies that map token → id (BPE, WordPiece) are supported"
         )
+    added = definition.get("added_tokens") or []
+    for place, ids in (
+        ("model.vocab", vocabulary.values()),
+        ("added_tokens", [token.get("id") if isinstance(token, dict) else None for token in added]),
+    ):
+        if not all(type(number) is int and 0 <= number < 1 << 32 for number in ids):
+            raise TokenizerMistakeError(f"{file}: {place} holds an id that is no number from 0 to 2^32 - 1")
+    if not all(isinstance(token.get("content"), str) for token in added):
+        raise TokenizerMistakeError(f"{file}: added_tokens holds a token without `content`")
     if not vocabulary:
         raise TokenizerMistakeError(f"{file}: its vocabulary is empty")
     # Leftovers of inference settings would cut documents or drop merges at random.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.config.run_folder import CONFIG_FILE
@@ -17,7 +19,8 @@ def run_prep(
     compress: bool = False,
     dry_run: bool = False,
 ) -> int:
-    """Prepare the data; under MPI every rank calls it. With ``dry_run`` print the plan and write nothing.
+    """Prepare the data; under MPI every rank calls it. With ``dry_run`` print the plan and what the command would
+    find in the data folder, or fail as it would, and write nothing.
 
     Args:
         workers: processes on this machine, instead of ``prep.workers``.
@@ -25,16 +28,20 @@ def run_prep(
         compress: store the finished shards as seekable zstd.
     """
     from data_prep.mpi import detect_ranks
-    from data_prep.pipeline import prepare
+    from data_prep.pipeline import foresee, prepare
 
     if config.prep is None:
         raise ConfigError(f"run {config.name}: there is no `prep` section; extend configs/data/pile.yaml")
     if workers is not None:
         prep = config.prep.model_copy(update={"workers": workers})
         config = config.model_copy(update={"prep": prep})
-    if dry_run:
-        return _print_plan(config)
     ranks = detect_ranks()
+    if dry_run:
+        if ranks.rank == 0:
+            seen = foresee(config, restart=restart)
+            seen.plan.show()
+            sys.stdout.write(f"{config.data_dir}: {seen.found}\n")
+        return EXIT_OK
     report = prepare(config, ranks=ranks, restart=restart, on_accepted=lambda: _store(config))
     if compress and ranks.rank == 0:
         for split in report.splits:
@@ -46,12 +53,3 @@ def _store(config: RunConfig) -> None:
     """Keep the document in the run's folder; one that prepares other data for a run leaves the run's own there."""
     if config.data is None or not (config.workdir / CONFIG_FILE).exists():
         store_config(config)
-
-
-def _print_plan(config: RunConfig) -> int:
-    from data_prep.plan import make_plan
-    from data_prep.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
-    make_plan(config, tokenizer).show()
-    return EXIT_OK
