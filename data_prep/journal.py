@@ -123,6 +123,11 @@ class Journal:
     def _stated(self) -> Path:
         return self.data_dir / "plan.json"
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether ``plan.json`` is there."""
+        return self._stated.exists()
+
     def store_plan(self, plan: Plan) -> None:
         """Write ``plan.json``, unless it says the same."""
         text = json.dumps({"key": plan.key, "settings": plan.settings}) + "\n"

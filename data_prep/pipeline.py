@@ -182,7 +182,8 @@ def _begin(config: RunConfig, stack: ExitStack, loaded: list[Tokenizer], *, rest
     journal = Journal(config.data_dir, uuid.uuid4().hex[:12])
     stack.enter_context(FolderLock(config.data_dir))
     if not restart and (done := _find_done(plan, journal)) is not None:
-        journal.store_plan(plan)  # the times of inputs that were found to be the same
+        if journal.has_plan:
+            journal.store_plan(plan)  # the times of inputs that were found to be the same
         return _Begun(plan, journal, reweigh(plan, journal.data_dir, done))
     check_disk(plan, config.data_dir)
     journal.open(plan, restart=restart)
@@ -200,9 +201,13 @@ def _find_done(plan: Plan, journal: Journal) -> PrepReport | None:
     if report is None or (journal.root / "records").exists():
         return None
     recorded = dict(enumerate(report.contents))
-    journal.refuse_other_plan(
-        plan, "a finished prep", lambda item: has_digest(plan, item, recorded.get(item, ""))
-    )
+
+    def has_same_content(item: int) -> bool | None:
+        return has_digest(plan, item, recorded.get(item, ""))
+
+    lost_plan = report.plan == plan.key and not journal.has_plan
+    if not lost_plan or any(has_same_content(item) is False for item in range(len(plan.inputs))):
+        journal.refuse_other_plan(plan, "a finished prep", has_same_content)
     try:
         for split in report.splits:
             folder = journal.data_dir / split.name
