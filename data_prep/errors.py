@@ -14,11 +14,15 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PrepError(CalmScaleError):
-    """Preparing the data cannot go on."""
+    """Preparing the data cannot go on. Its subclasses that name damaged or mistaken input would fail again."""
+
+    may_pass = True
 
 
 class PrepMistakeError(PrepError, ConfigError):
     """What was asked cannot be done as it was asked; repeating it would not help (exit code 2)."""
+
+    may_pass = False
 
 
 class StarvedSplitError(PrepMistakeError):
@@ -27,6 +31,12 @@ class StarvedSplitError(PrepMistakeError):
 
 class ShardError(CalmScaleError):
     """A shard or manifest is missing, damaged, incomplete, or not what it says it is."""
+
+
+class ShardStorageError(ShardError):
+    """A folder of shards cannot be read or written just now: a full disk, a filesystem that does not answer."""
+
+    may_pass = True
 
 
 class ShardMistakeError(ShardError, ConfigError):
@@ -43,6 +53,8 @@ class SourceError(PrepError):
 
 class CorruptSourceError(SourceError):
     """The content of an input is damaged: reading it again would find the same."""
+
+    may_pass = False
 
 
 class SourceMistakeError(SourceError, PrepMistakeError):
@@ -62,6 +74,8 @@ class EncoderMismatchError(TokenizerError):
 
     ``reference`` names the encoder that is right.
     """
+
+    may_pass = False
 
     def __init__(self, text: str, reference: str) -> None:
         super().__init__(text, reference)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from calm_scale.config.base import CalmScaleError, ConfigError
 from calm_scale.config.data import TokenizerConfig
-from data_prep.errors import EncoderMismatchError, PrepError, PrepMistakeError, explain
+from data_prep.errors import CorruptSourceError, EncoderMismatchError, PrepError, PrepMistakeError, explain
 from data_prep.journal import Journal
 from data_prep.plan import Plan
 from data_prep.tasks import TaskName, build_task
@@ -22,6 +22,7 @@ from data_prep.worker import StoppedError, Worker
 TokenizerOrigin = tuple[TokenizerConfig, Path]
 _MISMATCH = "encoder mismatch: "
 _MISTAKE = "mistake: "
+_DAMAGED = "damaged input: "
 
 
 def run_workers(
@@ -91,6 +92,8 @@ def _error_of(process: BaseProcess, journal: Journal) -> CalmScaleError:
         return EncoderMismatchError(text, reference)
     if texts and texts[0].startswith(_MISTAKE):
         return PrepMistakeError(texts[0].removeprefix(_MISTAKE))
+    if texts and texts[0].startswith(_DAMAGED):
+        return CorruptSourceError(texts[0].removeprefix(_DAMAGED))
     if texts:
         return PrepError(texts[0] or "a worker failed and could not say why (is the disk full?)")
     return PrepError(
@@ -120,6 +123,9 @@ def _work(
         raise SystemExit(1) from None
     except ConfigError as error:
         journal.fail(number, f"{_MISTAKE}{error}")
+        raise SystemExit(1) from None
+    except CorruptSourceError as error:
+        journal.fail(number, f"{_DAMAGED}{error}")
         raise SystemExit(1) from None
     except Exception as error:
         journal.fail(number, explain(error, f"worker {number}"))

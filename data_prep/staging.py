@@ -16,7 +16,7 @@ import numpy as np
 
 from calm_scale.config.exclusive import exclusive
 from calm_scale.config.files import write_atomically
-from data_prep.errors import ShardError, ShardMistakeError
+from data_prep.errors import ShardError, ShardMistakeError, ShardStorageError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.shards import HEADER_BYTES
 from data_prep.verify import shard_problems
@@ -59,10 +59,10 @@ def stage_split(origin: str | Path, local_dir: Path, fetch: Fetch = copy_file) -
             num_kept, num_bytes = _bring(str(origin), local_dir, fetch)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ShardError(
+            raise ShardStorageError(
                 f"{local_dir}: the disk is full; free some space, or stage to another one"
             ) from None
-        raise ShardError(f"{error.filename or local_dir}: {error.strerror or error}") from None
+        raise ShardStorageError(f"{error.filename or local_dir}: {error.strerror or error}") from None
     return Staged(local_dir, num_bytes, num_kept, time.monotonic() - started)
 
 

@@ -28,6 +28,8 @@ _CERTAIN = 1.5
 class StoppedError(PrepError):
     """Another process of this attempt failed; its error is the one to show."""
 
+    may_pass = True
+
 
 @dataclass(frozen=True)
 class Outcome:

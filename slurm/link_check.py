@@ -116,8 +116,11 @@ def _report(results: Sequence[Mapping[Link, float]], folder: Path) -> int:
     bad = bad_nodes(slowest)
     for node, reason in bad.items():
         sys.stderr.write(f"preflight: bad node {names[node]}: {reason}\n")
-    if bad and len(bad) < len(names):
-        folder.joinpath("bad").write_text("".join(f"{names[node]}\n" for node in bad))
+    if bad and 2 * len(bad) <= len(names):
+        folder.joinpath("bad").write_text("".join(f"{names[node]}\t{why}\n" for node, why in bad.items()))
+    elif bad:
+        fault = f"{len(bad)} of {len(names)} nodes fail the check of the links: the network is to blame, not a node"
+        folder.joinpath("check").write_text(f"{fault}\n")
     return 1 if bad else 0
 
 

@@ -22,6 +22,8 @@ class UnknownRunError(CheckpointError, ConfigError):
 class SaveError(CheckpointError):
     """This save failed and left nothing behind; older checkpoints stand."""
 
+    may_pass = True
+
 
 class DiskFullError(SaveError):
     """Not enough space for this save."""

@@ -18,6 +18,7 @@ from calm_scale import __version__
 from calm_scale.cli import accounting, checkpoints, cluster, configuration, data, demo, scoring, train
 from calm_scale.config import CalmScaleError
 from calm_scale.config.terminal import survive_any_output
+from launchers.errors import tell_job_script
 
 app = typer.Typer(
     name="calm-scale",
@@ -60,6 +61,7 @@ def main() -> None:
         app()
     except CalmScaleError as error:
         _complain(error)
+        tell_job_script(error)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

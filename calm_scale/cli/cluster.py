@@ -41,6 +41,14 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the scripts, print the plan, queue nothing.")
     ] = False,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--include",
+            metavar="NODE",
+            help="Use a node again that a preflight of this run excluded (`status` lists them). Repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """Queue prep → autoencoder → language model → evaluation on SLURM; the chain finishes by itself."""
     from calm_scale.stages.before_start import all_notes
@@ -50,10 +58,12 @@ def submit(
     if sweep:
         planned = plan_sweep(config, set_ or (), sweep)
         notes = all_notes(planned.base, config, set_ or ())
-        raise typer.Exit(submit_the_sweep(planned, config, cluster, dry_run=dry_run, notes=notes))
+        raise typer.Exit(
+            submit_the_sweep(planned, config, cluster, dry_run=dry_run, notes=notes, include=include or ())
+        )
     run = load(config, set_ or ())
     notes = all_notes(run, config, set_ or ())
-    raise typer.Exit(submit_run(run, config, cluster, dry_run=dry_run, notes=notes))
+    raise typer.Exit(submit_run(run, config, cluster, dry_run=dry_run, notes=notes, include=include or ()))
 
 
 def status(

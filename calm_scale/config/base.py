@@ -15,9 +15,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 class CalmScaleError(Exception):
     """Base of every error meant for people; the command line prints its text without a traceback and ends with
-    ``exit_code``."""
+    ``exit_code``. ``may_pass``: whether the same command may succeed later or on another node, as it stands."""
 
     exit_code: ClassVar[int] = EXIT_ERROR
+    may_pass: ClassVar[bool] = False
 
 
 class ConfigError(CalmScaleError, ValueError):

@@ -58,7 +58,15 @@ def _view(run: Path, seen: queue.Queue) -> Group:
             Text(f"{stage}: passed over {line}", style="yellow") for line in _of(run, config, stage).damaged
         ]
     parts += [Text(f"{job.stage}: {job.verdict}", style="red") for job in jobs.stages if job.verdict]
+    parts += [
+        Text(f"excluded until {_moment(entry.until)}: {entry.node} ({entry.reason})", style="yellow")
+        for entry in jobs.excluded
+    ]
     return Group(*parts)
+
+
+def _moment(when: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
 
 
 def _stages(run: Path, config: RunConfig | None, jobs: RunStatus) -> Table:

@@ -22,15 +22,26 @@ from calm_scale.stages.run_plan import lack_of_tokenizer, look_at_text, run_plan
 from calm_scale.stages.sweep import Sweep
 from launchers.slurm.cancel import cancel
 from launchers.slurm.layout import Stage, StageShape, common_shape, stages_of
+from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import StageJob, Submission, submit, submit_sweep
 
 
 def submit_run(
-    config: RunConfig, config_path: Path, cluster_path: Path, *, dry_run: bool, notes: Sequence[str] = ()
+    config: RunConfig,
+    config_path: Path,
+    cluster_path: Path,
+    *,
+    dry_run: bool,
+    notes: Sequence[str] = (),
+    include: Sequence[str] = (),
 ) -> int:
-    """Write the job scripts, print what they ask for and ``notes``, and queue what is missing unless ``dry_run``."""
+    """Write the job scripts, print what they ask for and ``notes``, and queue what is missing unless ``dry_run``.
+
+    Nodes of ``include`` that a preflight had excluded are taken back.
+    """
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
+    _lift(console, [config], include)
     refusals = _plan(console, config, stages_of(config), cluster, dry_run)
     submission = submit(config, cluster, config_path, dry_run=dry_run)
     _show(console, submission, config, cluster)
@@ -39,11 +50,18 @@ def submit_run(
 
 
 def submit_the_sweep(
-    sweep: Sweep, config_path: Path, cluster_path: Path, *, dry_run: bool, notes: Sequence[str] = ()
+    sweep: Sweep,
+    config_path: Path,
+    cluster_path: Path,
+    *,
+    dry_run: bool,
+    notes: Sequence[str] = (),
+    include: Sequence[str] = (),
 ) -> int:
     """The same for a sweep: what its runs share as jobs of the base run, the rest as job arrays, a task a run."""
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
+    _lift(console, [sweep.base, *sweep.runs], include)
     refusals = _plan(console, sweep.base, sweep.shared, cluster, dry_run, sweep)
     last = None
     if sweep.shared:
@@ -65,6 +83,18 @@ def submit_the_sweep(
         console, [*notes, *dict.fromkeys(f"note: {n}" for run in sweep.runs for n in config_notes(run))]
     )
     return _end(console, sweep.folder, dry_run, refusals)
+
+
+def _lift(console: Console, configs: Sequence[RunConfig], nodes: Sequence[str]) -> None:
+    """Take excluded nodes back, and say of each whether it was excluded."""
+    lifted = {
+        node
+        for config in configs
+        for node in RunRecord(config.workdir.absolute()).exclusions.lift(list(nodes))
+    }
+    for node in dict.fromkeys(nodes):
+        known = "no longer excluded" if node in lifted else "was not excluded"
+        console.print(Text(f"{node}: {known}"))
 
 
 def _plan(

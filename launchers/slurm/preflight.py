@@ -1,4 +1,8 @@
-"""Half a minute on the allocation before training: every node looks at itself, the first compares and names the bad.
+"""A look at the allocation before training: every node looks at itself, the first one names those that are bad.
+
+A fault that one node of several has is the node's. A fault that most nodes have, or that says nothing about a node (a
+program that is not installed, a shared folder), is a fault of the check: nobody is excluded. A node that has not
+answered is late, not bad; one that only differs from the others is named and used.
 
 Run as one task per node by the job script. Each task writes ``node-NAME.json`` into a folder on the shared
 filesystem, which shows that the folder is visible and writable from there; the first task reads them all.
@@ -21,7 +25,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
+"""Containers, Python from a busy filesystem and cached directories each take up to a minute."""
 _GPU_QUERY = "name,driver_version,clocks.max.sm,ecc.errors.uncorrected.volatile.total"
 
 
@@ -29,12 +34,12 @@ _GPU_QUERY = "name,driver_version,clocks.max.sm,ecc.errors.uncorrected.volatile.
 class NodeReport:
     """What one node says about itself. ``problem`` is empty when it can work.
 
-    ``about_folder``: the problem may lie in the filesystem all nodes share, not in the node.
+    ``is_common``: the problem is not known to be the node's; it may lie in what all nodes share.
     """
 
     node: str
     problem: str = ""
-    about_folder: bool = False
+    is_common: bool = False
     num_gpus: int = 0
     driver: str = ""
     gpu_name: str = ""
@@ -54,10 +59,9 @@ def probe(node: str, workdir: Path, gpus: int, min_free_gigabytes: float) -> Nod
         marker.unlink()
         free = shutil.disk_usage(workdir).free / 1e9
     except OSError as error:
-        return NodeReport(
-            node, f"cannot write to {workdir}: {error.strerror}", about_folder=True, python=python
-        )
+        return NodeReport(node, f"cannot write to {workdir}: {error.strerror}", is_common=True, python=python)
     names, drivers, clocks, problem = _gpus(gpus)
+    missing = bool(gpus) and shutil.which("nvidia-smi") is None
     if not problem and len(names) < gpus:
         problem = f"{len(names)} of {gpus} GPUs answer"
     short = not problem and free < min_free_gigabytes
@@ -66,7 +70,7 @@ def probe(node: str, workdir: Path, gpus: int, min_free_gigabytes: float) -> Nod
     return NodeReport(
         node=node,
         problem=problem,
-        about_folder=short,
+        is_common=short or missing,
         num_gpus=len(names),
         driver=_one(drivers),
         gpu_name=_one(names),
@@ -77,23 +81,63 @@ def probe(node: str, workdir: Path, gpus: int, min_free_gigabytes: float) -> Nod
     )
 
 
-def judge(reports: Sequence[NodeReport], max_skew: float = 30.0) -> dict[str, str]:
-    """Bad nodes and why: their own problem, or a driver, GPU, clock rate or Python unlike the majority's."""
-    bad = {report.node: report.problem for report in reports if report.problem}
-    good = [report for report in reports if not report.problem]
+@dataclass(frozen=True)
+class Judgement:
+    """``bad``: nodes to exclude, with reasons. ``fault``: what is wrong with the check itself; then nobody is bad.
+
+    ``late``: nodes that have not answered. ``remarks``: differences between nodes that can work.
+    """
+
+    bad: dict[str, str]
+    fault: str = ""
+    late: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the job can start."""
+        return not (self.bad or self.fault or self.late)
+
+
+def judge(reports: Sequence[NodeReport], allocated: Sequence[str] = (), max_skew: float = 30.0) -> Judgement:
+    """What the nodes' reports mean together.
+
+    Args:
+        allocated: the nodes that should have reported; default those that did.
+    """
+    problems = {report.node: report.problem for report in reports if report.problem}
+    for report in reports:
+        if not report.problem and abs(report.clock_skew) > max_skew:
+            problems[report.node] = f"its clock is {report.clock_skew:+.0f} s off the filesystem's"
+    late = tuple(sorted(set(allocated) - {report.node for report in reports}))
+    common = [report.node for report in reports if report.is_common and report.problem]
+    several = max(len(reports), len(allocated)) > 1
+    remarks = tuple(_differences([report for report in reports if not report.problem]))
+    if common or (several and 2 * len(problems) > len(reports)):
+        return Judgement({}, _shared_fault(problems, len(reports)), late, remarks)
+    return Judgement(problems, "", late, remarks)
+
+
+def _shared_fault(problems: dict[str, str], num_nodes: int) -> str:
+    """One line for a fault that is no single node's."""
+    reason, count = Counter(problems.values()).most_common(1)[0]
+    where = next(node for node, problem in problems.items() if problem == reason)
+    return (
+        f"{count} of {num_nodes} nodes, {where} for one: {reason}. "
+        "That is taken for a fault of the setup, not of a node: no node is excluded"
+    )
+
+
+def _differences(reports: Sequence[NodeReport]) -> list[str]:
+    found = []
     for field in ("driver", "gpu_name", "max_clock", "python"):
-        counts = Counter(getattr(report, field) for report in good)
-        if len(counts) < 2:
-            continue
-        usual, votes = counts.most_common(1)[0]
-        for report in good:
-            value = getattr(report, field)
-            if value != usual and votes > counts[value]:
-                bad.setdefault(report.node, f"{field} {value or 'unknown'}, the others have {usual}")
-    for report in good:
-        if abs(report.clock_skew) > max_skew:
-            bad.setdefault(report.node, f"its clock is {report.clock_skew:+.0f} s off the filesystem's")
-    return bad
+        nodes: dict[str, list[str]] = {}
+        for report in reports:
+            nodes.setdefault(getattr(report, field) or "unknown", []).append(report.node)
+        if len(nodes) > 1:
+            groups = (f"{value} on {', '.join(names)}" for value, names in sorted(nodes.items()))
+            found.append(f"the nodes differ in {field}: {'; '.join(groups)}")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,20 +155,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ.get("SLURM_PROCID", "0") != "0":
         return 0
     reports = _gather(options.folder, options.nodes)
-    bad = judge(reports)
-    if len(reports) < options.nodes:
-        seen = ", ".join(sorted(report.node for report in reports))
-        sys.stderr.write(
-            f"preflight: {len(reports)} of {options.nodes} nodes wrote to {options.folder}: {seen}\n"
-        )
-        missing = set(_allocated()) - {report.node for report in reports}
-        bad.update(dict.fromkeys(missing, f"does not see {options.folder}"))
-    for name, reason in sorted(bad.items()):
+    found = judge(reports, _allocated())
+    for remark in found.remarks:
+        sys.stderr.write(f"preflight: {remark}\n")
+    for name, reason in sorted(found.bad.items()):
         sys.stderr.write(f"preflight: bad node {name}: {reason}\n")
-    everywhere = len(reports) == options.nodes and all(report.about_folder for report in reports)
-    if bad and not everywhere:  # no use in excluding nodes for what is wrong with the folder itself
-        (options.folder / "bad").write_text("".join(f"{name}\n" for name in sorted(bad)))
-    return 1 if bad or len(reports) < options.nodes else 0
+    lines = [f"{name}\t{reason}" for name, reason in sorted(found.bad.items())]
+    _write_lines(options.folder / "bad", lines)
+    _write_lines(options.folder / "check", [found.fault] if found.fault else [])
+    late = f"no answer within {WAIT_SECONDS:.0f} s from {', '.join(found.late)}"
+    _write_lines(options.folder / "late", [late] if found.late else [])
+    return 0 if found.is_fine else 1
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    if lines:
+        path.write_text("".join(f"{' '.join(line.splitlines())}\n" for line in lines))
 
 
 def _gpus(wanted: int) -> tuple[list[str], list[str], list[str], str]:
@@ -137,6 +183,13 @@ def _gpus(wanted: int) -> tuple[list[str], list[str], list[str], str]:
             text=True,
             timeout=20,
             check=False,
+        )
+    except FileNotFoundError:
+        return (
+            [],
+            [],
+            [],
+            "nvidia-smi was not found; load what brings it, or set preflight: false in the profile",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], [], [], f"nvidia-smi does not answer: {error}"

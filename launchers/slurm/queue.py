@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launchers.errors import LaunchError
+from launchers.inherited import client_environment
 
 _FORMAT = "%i|%T|%r|%L|%S|%N|%K|%F"
 _SECONDS = 60
@@ -63,6 +63,8 @@ def queued_jobs() -> dict[str, list[QueuedJob]]:
     text = client(["squeue", "--noheader", "--me", "--array", f"--format={_FORMAT}"])
     found: dict[str, list[QueuedJob]] = {}
     for line in text.splitlines():
+        if line.count("|") < 7:  # where several clusters answer, each begins with its name
+            continue
         job_id, state, reason, left, start, nodes, *_ = line.split("|")
         job = QueuedJob(job_id, state, reason, left, start, nodes)
         found.setdefault(job.base_id, []).append(job)
@@ -80,15 +82,20 @@ def look() -> Queue:
 def client(command: Sequence[str]) -> str:
     """Run a SLURM command and return its output.
 
-    ``SBATCH_*`` variables are left out: they would override what stands in the scripts.
+    Of what schedulers export only the cluster's name reaches it (`launchers.inherited`): the rest would override what
+    stands in the scripts, or change what it prints.
 
     Raises:
         LaunchError: it is missing, fails (quotes what it said) or does not answer, or there is no cluster behind it.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     try:
         done = subprocess.run(
-            list(command), env=env, capture_output=True, text=True, timeout=_SECONDS, check=False
+            list(command),
+            env=client_environment(),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except FileNotFoundError:
         raise LaunchError(

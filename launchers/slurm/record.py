@@ -11,6 +11,7 @@ from pathlib import Path
 from calm_scale.config.exclusive import exclusive
 from calm_scale.config.files import write_atomically
 from launchers.errors import LaunchError
+from launchers.slurm.exclusions import Exclusions
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,10 @@ class RunRecord:
         """Tell the running script of a stage that it must not requeue itself."""
         (self.state / f"{stage}.cancel").touch()
 
-    def excluded_nodes(self) -> list[str]:
-        """Nodes a preflight found bad."""
-        path = self.state / "exclude"
-        return path.read_text().split() if path.is_file() else []
+    @property
+    def exclusions(self) -> Exclusions:
+        """Nodes that a preflight found bad."""
+        return Exclusions(self.state / "exclude")
 
     def verdict(self, stage: str) -> str:
         """What the latest failing attempt ended with; empty without one."""

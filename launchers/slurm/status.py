@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers.slurm import queue
+from launchers.slurm.exclusions import Exclusion
 from launchers.slurm.notice import measured
 from launchers.slurm.queue import Queue, QueuedJob
 from launchers.slurm.record import Attempt, RunRecord, SubmittedJob
@@ -56,6 +57,7 @@ class RunStatus:
     workdir: Path
     stages: tuple[JobStatus, ...]
     evaluations: dict[int, str] = field(default_factory=dict)
+    excluded: tuple[Exclusion, ...] = ()
 
 
 def job_status(workdir: Path, seen: Queue | None = None) -> RunStatus:
@@ -76,7 +78,7 @@ def job_status(workdir: Path, seen: Queue | None = None) -> RunStatus:
         step: next((found.state.lower() for found in jobs.get(job, [])), "ended")
         for step, job in record.evaluation_jobs().items()
     }
-    return RunStatus(record.workdir, stages, evaluations)
+    return RunStatus(record.workdir, stages, evaluations, tuple(record.exclusions.current()))
 
 
 def _stage(

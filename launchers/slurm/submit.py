@@ -191,7 +191,7 @@ def _write(
     ]
     fixed = cluster.requeue.notice_seconds
     notice = fixed or max(notice_seconds(record.workdir / stage / "ledger.jsonl") for record in records)
-    excluded = sorted({node for record in records for node in record.excluded_nodes()})
+    excluded = sorted({entry.node for record in records for entry in record.exclusions.current()})
     text = render(
         shape,
         cluster,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ import jinja2
 from calm_scale.config import ConfigError
 from calm_scale.config.cluster import ClusterConfig
 from launchers.errors import LaunchError
+from launchers.inherited import CLIENT_NAMESPACES, CLUSTER_VARIABLES, RANK_NAMESPACES
+from launchers.slurm.exclusions import EXCLUDE_SECONDS
 from launchers.slurm.layout import StageShape
+from launchers.slurm.notice import limit_seconds
 
 TEMPLATES = (Path(__file__).parent / "scripts").resolve()
 # sbatch expands `%j` and refuses backslashes in file names; a line break would end a directive.
@@ -89,8 +93,12 @@ def render(
         "min_free_gigabytes": cluster.min_free_gigabytes,
         "environment": cluster.environment,
         "network_interface": cluster.network_interface,
-        "modules": cluster.modules,
-        "setup": cluster.setup,
+        "site_lines": _site_lines(cluster),
+        "cluster_variables": CLUSTER_VARIABLES,
+        "client_namespaces": CLIENT_NAMESPACES,
+        "rank_namespaces": RANK_NAMESPACES,
+        "limit_seconds": limit_seconds(shape.time) % sys.maxsize,
+        "exclude_seconds": EXCLUDE_SECONDS,
         "container": container,
         "container_mounts": ",".join(mounts),
         "mounts": mounts,
@@ -149,6 +157,21 @@ def _checks_links(shape: StageShape, cluster: ClusterConfig) -> bool:
     """Whether the job measures its network first: training on several nodes, where the profile does not say."""
     several = shape.nodes > 1 and shape.stage in ("autoencoder", "lm")
     return several and (shape.gpus_per_node > 0 if cluster.link_check is None else cluster.link_check)
+
+
+def _site_lines(cluster: ClusterConfig) -> list[tuple[str, bool]]:
+    """The profile's lines in order, each with whether its exit code is looked at.
+
+    A line that is no command by itself (the beginning of an ``if``, a line that goes on) is run as it stands.
+    """
+    lines = [*(f"module load {shlex.quote(module)}" for module in cluster.modules), *cluster.setup]
+    return [(line, _is_command(line)) for line in lines]
+
+
+def _is_command(line: str) -> bool:
+    if line.rstrip().endswith("\\") or "<<" in line:
+        return False
+    return subprocess.run(["bash", "-n", "-c", line], capture_output=True, check=False).returncode == 0
 
 
 def check_path(path: Path) -> None:

@@ -106,11 +106,21 @@ class Slurm:
         munge += [f"--{name}={self.root}/munge.{end}" for name, end in MUNGE_FILES.items()]
         self._daemon("munged", munge)
         wait_for((self.root / "munge.socket").exists, 20, "munged's socket")
-        self._daemon("slurmctld", ["slurmctld", "-D", "-i"])
+        self.start_controller()
         for node in NODES:
             self.start_node(node)
         wait_for(lambda: self.run("sinfo", "-h", "-o", "%t %D").strip() == "idle 2", 40, "two idle nodes")
         threading.Thread(target=self._follow_queue, daemon=True).start()
+
+    def start_controller(self) -> None:
+        """Start slurmctld, with the state that the last one left."""
+        self._daemon("slurmctld", ["slurmctld", "-D", "-i"])
+
+    def stop_controller(self) -> None:
+        """End slurmctld: until it is started again nobody answers any client."""
+        daemon = self.daemons.pop("slurmctld")
+        daemon.terminate()
+        daemon.wait(30)
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node."""
@@ -184,6 +194,16 @@ class Slurm:
             if started and around.get("SLURM_JOB_ID") == job and command in arguments:
                 found.append((int(around["SLURM_PROCID"]), pid))
         return [pid for _, pid in sorted(found)]
+
+    def script_of(self, job: str) -> int:
+        """The process of a job's script itself, not of what it has started."""
+        return next(
+            pid
+            for pid in processes()
+            if self.job_environ(pid).get("SLURM_JOB_ID") == job
+            and "slurm_script" in cmdline(pid)
+            and "slurmstepd" in cmdline(parent(pid))
+        )
 
     def _runs_on(self, pid: int, node: str) -> bool:
         return self.job_environ(pid).get("SLURMD_NODENAME") == node

@@ -145,6 +145,16 @@ def misconfiguration_is_not_tried_again(slurm, profile: Profile, make_run: MakeR
     assert [life.cause for life in attempts(run)] == ["misconfigured"]
 
 
+def numbers_that_are_not_finite_end_the_chain(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("nonfinite", {"lm": {"crash_at": 1, "code": 76}})
+    quick = {"notice_seconds": 30, "end_others_seconds": 1}
+    jobs = ids(submit(run, profile(**SHORT, requeue=quick), stages=["lm", "eval"]))
+    slurm.wait_state(jobs["lm"], "FAILED", seconds=60)
+    assert [(life.cause, life.code) for life in attempts(run)] == [("nonfinite", 76)]
+    assert "a person must decide" in job_status(run.workdir).stages[2].verdict
+    wait_for(lambda: slurm.state(jobs["eval"]) == "CANCELLED", 30, "the end of the dependent job")
+
+
 def crash_with_progress_is_tried_again(slurm, profile: Profile, make_run: MakeRun) -> None:
     settings = {"steps": 9, "crash_at": 5, "crash_once": 1, "interval": 2, "code": 1, "seconds": 0.2}
     run = make_run("once", {"lm": settings})
@@ -290,17 +300,37 @@ def links_between_nodes_are_measured(slurm, profile: Profile, make_run: MakeRun)
 
 
 def a_bad_node_is_excluded_and_named(slurm, profile: Profile, make_run: MakeRun) -> None:
-    """More GPUs wanted than any node has: with one node a job, each attempt finds its node bad and asks for another."""
+    """The GPU of one node does not answer: the job goes on on the other node."""
     run = make_run("badnode", lm=None, prep=None, autoencoder=ONE_RANK)
-    no_gpus = {"gpus_per_node": 1, "gpu_request": "none", "stages": {"autoencoder": {"cpus_per_task": 1}}}
-    job = ids(submit(run, profile(**no_gpus), stages=["autoencoder"]))["autoencoder"]
-    wait_for(lambda: len(RunRecord(run.workdir).excluded_nodes()) == 2, 90, "both nodes to be found bad")
-    assert sorted(RunRecord(run.workdir).excluded_nodes()) == ["n1", "n2"]
+    program = run.workdir / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/bash\nmark=$(dirname "$0")/bad\n[[ -e $mark ]] || echo "$SLURMD_NODENAME" >"$mark"\n'
+        'if [[ $(cat "$mark") == "$SLURMD_NODENAME" ]]; then echo "no devices were found"; exit 6; fi\n'
+        'echo "H100, 550, 1980, 0"\n'
+    )
+    program.chmod(0o755)
+    gpus = {"gpus_per_node": 1, "gpu_request": "none", "stages": {"autoencoder": {"cpus_per_task": 1}}}
+    setup = [f"export PATH={shlex.quote(str(program.parent))}:$PATH"]
+    job = ids(submit(run, profile(**gpus, setup=setup), stages=["autoencoder"]))["autoencoder"]
+    slurm.wait_state(job, "COMPLETED", seconds=120)
+    bad = (program.parent / "bad").read_text().strip()
+    assert [entry.node for entry in RunRecord(run.workdir).exclusions.current()] == [bad]
     lives = attempts(run, "autoencoder")
-    assert lives[0].nodes != lives[1].nodes, "the second attempt went to the other node"
-    assert [life.cause for life in lives[:1]] == ["preflight"]
-    assert "bad node" in job_log(run, "autoencoder", job)
-    slurm.run("scancel", job, check=False)
+    assert [life.cause for life in lives] == ["preflight", "finished"]
+    assert lives[0].nodes == bad != lives[1].nodes
+    assert f"bad node {bad}: nvidia-smi failed: no devices were found" in job_log(run, "autoencoder", job)
+
+
+def a_fault_that_every_node_has_excludes_nobody(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("nosmi", lm=None, prep=None, autoencoder=ONE_RANK)
+    gpus = {"gpus_per_node": 1, "gpu_request": "none", "stages": {"autoencoder": {"cpus_per_task": 1}}}
+    job = ids(submit(run, profile(**gpus), stages=["autoencoder"]))["autoencoder"]
+    slurm.wait_state(job, "FAILED", seconds=90)
+    record = RunRecord(run.workdir)
+    assert [life.cause for life in record.attempts("autoencoder")] == ["check"]
+    assert record.exclusions.current() == []
+    assert "nvidia-smi was not found" in record.verdict("autoencoder").splitlines()[0]
 
 
 SCENARIOS = (
@@ -319,6 +349,8 @@ SCENARIOS = (
     a_user_who_is_not_root,
     links_between_nodes_are_measured,
     a_bad_node_is_excluded_and_named,
+    a_fault_that_every_node_has_excludes_nobody,
+    numbers_that_are_not_finite_end_the_chain,
 )
 
 
@@ -346,6 +378,137 @@ def test_dead_node_is_nobodys_fault(slurm, profile: Profile, make_run: MakeRun) 
     lives = attempts(run)
     assert [life.cause for life in lives] == ["outside", "finished"]
     assert lives[1].started_at >= 5
+
+
+def test_a_controller_that_is_silent_for_a_while_harms_no_job(
+    slurm, profile: Profile, make_run: MakeRun
+) -> None:
+    """Silent before the job saves, while it saves, and for half a minute after: it goes on where it was."""
+    run = make_run("silence", {"lm": {"steps": 60, "seconds": 0.2, "save_seconds": 1.0}})
+    job = ids(submit(run, profile(**SHORT, requeue={}), stages=["lm"]))["lm"]
+    wait_for(lambda: len(ranks(run, 1)) == 2, 60, "the ranks")
+    script = slurm.script_of(job)
+    slurm.stop_controller()
+    try:
+        time.sleep(2)
+        assert attempts(run)[0].cause == "", "the ranks work"
+        os.kill(script, signal.SIGUSR1)
+        wait_for(lambda: newest(run) > 0, 30, "the save")
+        time.sleep(30)
+    finally:
+        slurm.start_controller()
+    slurm.wait_state(job, "COMPLETED", seconds=150)
+    assert re.search(r"link n1 – n2: \d+\.\d+ GB/s", job_log(run, "lm", job))
+
+
+def a_bad_node_is_excluded_and_named(slurm, profile: Profile, make_run: MakeRun) -> None:
+    """The GPU of one node does not answer: the job goes on on the other node."""
+    run = make_run("badnode", lm=None, prep=None, autoencoder=ONE_RANK)
+    program = run.workdir / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/bash\nmark=$(dirname "$0")/bad\n[[ -e $mark ]] || echo "$SLURMD_NODENAME" >"$mark"\n'
+        'if [[ $(cat "$mark") == "$SLURMD_NODENAME" ]]; then echo "no devices were found"; exit 6; fi\n'
+        'echo "H100, 550, 1980, 0"\n'
+    )
+    program.chmod(0o755)
+    gpus = {"gpus_per_node": 1, "gpu_request": "none", "stages": {"autoencoder": {"cpus_per_task": 1}}}
+    setup = [f"export PATH={shlex.quote(str(program.parent))}:$PATH"]
+    job = ids(submit(run, profile(**gpus, setup=setup), stages=["autoencoder"]))["autoencoder"]
+    slurm.wait_state(job, "COMPLETED", seconds=120)
+    bad = (program.parent / "bad").read_text().strip()
+    assert [entry.node for entry in RunRecord(run.workdir).exclusions.current()] == [bad]
+    lives = attempts(run, "autoencoder")
+    assert [life.cause for life in lives] == ["preflight", "finished"]
+    assert lives[0].nodes == bad != lives[1].nodes
+    assert f"bad node {bad}: nvidia-smi failed: no devices were found" in job_log(run, "autoencoder", job)
+
+
+def a_fault_that_every_node_has_excludes_nobody(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("nosmi", lm=None, prep=None, autoencoder=ONE_RANK)
+    gpus = {"gpus_per_node": 1, "gpu_request": "none", "stages": {"autoencoder": {"cpus_per_task": 1}}}
+    job = ids(submit(run, profile(**gpus), stages=["autoencoder"]))["autoencoder"]
+    slurm.wait_state(job, "FAILED", seconds=90)
+    record = RunRecord(run.workdir)
+    assert [life.cause for life in record.attempts("autoencoder")] == ["check"]
+    assert record.exclusions.current() == []
+    assert "nvidia-smi was not found" in record.verdict("autoencoder").splitlines()[0]
+
+
+SCENARIOS = (
+    whole_chain_and_resubmission,
+    notice_saves_requeues_and_goes_on_in_the_same_folder,
+    killed_rank_is_named_and_the_job_goes_on,
+    crash_loop_stops_with_a_verdict_and_ends_the_chain,
+    misconfiguration_is_not_tried_again,
+    crash_with_progress_is_tried_again,
+    scancel_is_not_undone,
+    cancel_saves_first_and_empties_the_chain,
+    array_of_two_requeues_only_the_one,
+    one_run_is_never_run_twice_at_once,
+    ranks_that_never_finish_saving_are_requeued_before_the_limit,
+    every_checkpoint_is_evaluated_once,
+    a_user_who_is_not_root,
+    links_between_nodes_are_measured,
+    a_bad_node_is_excluded_and_named,
+    a_fault_that_every_node_has_excludes_nobody,
+    numbers_that_are_not_finite_end_the_chain,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(slurm, profile: Profile, make_run: MakeRun) -> Iterator[dict[str, Future[None]]]:
+    """All scenarios at once: they mostly wait, and the cluster has room for them."""
+    with ThreadPoolExecutor(max_workers=len(SCENARIOS)) as pool:
+        yield {scenario.__name__: pool.submit(scenario, slurm, profile, make_run) for scenario in SCENARIOS}
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+def test_scenario(name: str, outcomes: dict[str, Future[None]]) -> None:
+    outcomes[name].result(timeout=270)
+
+
+def test_dead_node_is_nobodys_fault(slurm, profile: Profile, make_run: MakeRun) -> None:
+    run = make_run("node", {"lm": {"steps": 60, "seconds": 0.2, "interval": 5}})
+    one = {"notice_seconds": 30, "max_attempts_without_progress": 1}
+    job = ids(submit(run, profile(**SHORT, requeue=one), stages=["lm"]))["lm"]
+    wait_for(lambda: newest(run) >= 5, 60, "a checkpoint")
+    slurm.kill_node("n2")
+    wait_for(lambda: slurm.state(job) != "RUNNING", 90, "the controller to notice")
+    slurm.start_node("n2")
+    slurm.wait_state(job, "COMPLETED", seconds=120)
+    lives = attempts(run)
+    assert [life.cause for life in lives] == ["outside", "finished"]
+    assert lives[1].started_at >= 5
+
+
+def test_a_controller_that_is_silent_for_a_while_harms_no_job(
+    slurm, profile: Profile, make_run: MakeRun
+) -> None:
+    """Silent before the job saves, while it saves, and for half a minute after: it goes on where it was."""
+    run = make_run("silence", {"lm": {"steps": 60, "seconds": 0.2, "save_seconds": 1.0}})
+    job = ids(submit(run, profile(**SHORT, requeue={}), stages=["lm"]))["lm"]
+    wait_for(lambda: len(ranks(run, 1)) == 2, 60, "the ranks")
+    (script,) = [
+        pid
+        for pid in processes()
+        if "slurm_script" in cmdline(pid)
+        and slurm.job_environ(pid).get("SLURM_JOB_ID") == job
+        and "slurm_script" not in cmdline(parent(pid))
+    ]
+    slurm.daemons["slurmctld"].send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(3)
+        assert attempts(run)[0].cause == "", "the ranks work"
+        os.kill(script, signal.SIGUSR1)
+        wait_for(lambda: newest(run) > 0, 30, "the save")
+        time.sleep(30)
+    finally:
+        slurm.daemons["slurmctld"].send_signal(signal.SIGCONT)
+    slurm.wait_state(job, "COMPLETED", seconds=150)
+    lives = attempts(run)
+    assert [life.cause for life in lives] == ["limit", "finished"]
+    assert lives[1].started_at == lives[0].ended_at > 0
 
 
 def test_sbatch_accepts_every_script(slurm, profile: Profile, make_run: MakeRun) -> None:

@@ -75,11 +75,13 @@ def test_values_of_a_profile_run_nothing(profile: Profile, make_run: MakeRun, tm
     """The part of a script that only sets things, executed: nothing of a value is taken for code."""
     mark = tmp_path / "owned"
     nasty = f"x; touch {mark} $(touch {mark}) `touch {mark}` 'it'"
-    cluster = profile(environment={"NASTY": nasty}, network_interface=nasty, modules=[nasty])
+    cluster = profile(environment={"NASTY": nasty}, network_interface=nasty, modules=[nasty], setup=[])
     script = submit(make_run("nasty"), cluster, dry_run=True).jobs[2].script.read_text()
-    settings = [line for line in script.splitlines() if line.startswith(("export N", "module load"))]
-    assert len(settings) == 3
-    shell = "module() { :; }\n" + "\n".join(settings) + '\nprintf %s "$NASTY"'
+    settings = [
+        line for line in script.splitlines() if line.startswith(("export N", "module load", "site_line $?"))
+    ]
+    assert len(settings) == 4
+    shell = "module() { :; }; site_line() { :; }\n" + "\n".join(settings) + '\nprintf %s "$NASTY"'
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
     assert done.stdout == nasty
     assert not mark.exists()
@@ -393,16 +395,48 @@ def test_the_ranks_are_told_in_time_for_what_was_measured(
     assert f"after {left - expected} kill -USR1" in done.stdout
 
 
+USUAL = {"driver": "550", "gpu_name": "H100", "max_clock": "1980", "python": "3.11.9"}
+
+
 def test_preflight_names_the_odd_node() -> None:
-    usual = {"driver": "550", "gpu_name": "H100", "max_clock": "1980", "python": "3.11.9"}
-    reports = [NodeReport(f"n{index}", **usual) for index in range(3)]
-    assert judge(reports) == {}
-    odd = NodeReport("n3", **{**usual, "driver": "535"})
-    assert list(judge([*reports, odd])) == ["n3"]
-    late = NodeReport("n4", **usual, clock_skew=120.0)
-    assert "clock" in judge([*reports, late])["n4"]
-    broken = NodeReport("n5", "6 of 8 GPUs answer", **{**usual, "driver": ""})
-    assert judge([*reports, broken]) == {"n5": "6 of 8 GPUs answer"}
+    reports = [NodeReport(f"n{index}", **USUAL) for index in range(3)]
+    assert judge(reports).is_fine
+    wrong_clock = NodeReport("n4", **USUAL, clock_skew=120.0)
+    assert "clock" in judge([*reports, wrong_clock]).bad["n4"]
+    broken = NodeReport("n5", "6 of 8 GPUs answer", **{**USUAL, "driver": ""})
+    assert judge([*reports, broken]).bad == {"n5": "6 of 8 GPUs answer"}
+    assert judge([broken]).bad == {"n5": "6 of 8 GPUs answer"}, "a job on one node moves to another"
+
+
+@pytest.mark.parametrize("field", sorted(USUAL))
+def test_a_node_that_only_differs_is_named_and_used(field: str) -> None:
+    reports = [NodeReport(f"n{index}", **USUAL) for index in range(3)]
+    odd = NodeReport("n3", **{**USUAL, field: "another"})
+    found = judge([*reports, odd])
+    assert found.is_fine
+    assert found.remarks == (f"the nodes differ in {field}: {USUAL[field]} on n0, n1, n2; another on n3",)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [NodeReport(f"n{index}", "nvidia-smi does not answer") for index in range(4)],
+        [NodeReport("n0", **USUAL), *(NodeReport(f"n{i}", "0 of 8 GPUs answer") for i in (1, 2))],
+        [NodeReport("n0", "nvidia-smi was not found", is_common=True)],
+        [NodeReport(f"n{index}", **USUAL, clock_skew=99.0) for index in range(2)],
+    ],
+    ids=["all", "most", "a program is missing", "the clock of the filesystem"],
+)
+def test_a_fault_of_most_nodes_is_a_fault_of_the_check(reports: list[NodeReport]) -> None:
+    found = judge(reports)
+    assert not found.is_fine
+    assert found.bad == {}
+    assert "no node is excluded" in found.fault
+
+
+def test_a_node_that_has_not_answered_is_late_and_not_bad() -> None:
+    found = judge([NodeReport("n0", **USUAL)], allocated=["n0", "n1"])
+    assert (found.bad, found.fault, found.late, found.is_fine) == ({}, "", ("n1",), False)
 
 
 def test_a_torn_history_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
