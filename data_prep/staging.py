@@ -106,12 +106,12 @@ def _is_right(folder: Path, manifest: Manifest, entry: ShardEntry) -> bool:
 
 
 def _refuse_full(local_dir: Path, manifest: Manifest, missing: list[ShardEntry]) -> None:
-    """Raises ShardError before anything is copied in vain (the size of a compressed shard is not known here)."""
+    """Raises ShardStorageError before anything is copied in vain (the size of a compressed shard is not known here)."""
     row = manifest.sequence_length * np.dtype(manifest.dtype).itemsize
     need = sum(HEADER_BYTES + entry.num_sequences * row for entry in missing if not entry.compressed)
     free = shutil.disk_usage(local_dir).free
     if need > free:
-        raise ShardError(
+        raise ShardStorageError(
             f"{local_dir}: {_size(need)} are still to be copied, {_size(free)} are free: free some space, "
             "stage to another disk, or read the shards where they are"
         )

@@ -71,6 +71,8 @@ class Holder:
 class OccupiedError(CalmScaleError):
     """Another process uses the folder. ``holder`` names it as well as is known."""
 
+    may_pass = True
+
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(path, holder)
         self.path, self.holder = path, holder
