@@ -270,7 +270,8 @@ def a_user_who_is_not_root(slurm, profile: Profile, make_run: MakeRun) -> None:
     workdir = slurm.root / "home of nobody"
     program = slurm.root / "nobodys-python"
     program.write_text(
-        "#!/bin/bash\nif [[ $2 == calm_scale ]]; then exit 1; fi\nif [[ $CALM_SCALE_ATTEMPT == 1 ]]; then trap 'exit 75' USR1; touch \"$PWD/ready\"; "
+        "#!/bin/bash\nif [[ $2 == calm_scale ]]; then exit 1; fi\n"
+        "if [[ $CALM_SCALE_ATTEMPT == 1 ]]; then trap 'exit 75' USR1; touch \"$PWD/ready\"; "
         'for _ in {1..600}; do sleep 0.1; done; fi\nid -u > "$PWD/uid.$SLURM_PROCID"\n'
     )
     program.chmod(0o755)
