@@ -38,6 +38,8 @@ STALE_SECONDS = 120.0
 WORD_SECONDS = 2.0
 """Whoever waits longer is told for whom."""
 _POLL_SECONDS = 0.2
+_HELD: set[str] = set()
+"""Tokens of the claims that this process holds."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
@@ -64,6 +66,8 @@ class Holder:
     @property
     def is_alive(self) -> bool:
         """Whether the process is there (a stopped one is); for a process of this machine."""
+        if self.pid == os.getpid():
+            return self.token in _HELD  # one that this process could not remove is nobody's
         started = _start_of(self.pid)
         return started is not None and started == self.started
 
@@ -145,6 +149,7 @@ class _Claim:
 
     def release(self) -> None:
         """Remove the claim file, unless it is another's by now."""
+        _HELD.discard(self.me.token)
         if self.path is not None and self.me.pid == os.getpid():
             found = _read(self.path)
             if found is not None and (found.holder is None or found.holder.token == self.me.token):
@@ -228,6 +233,7 @@ class _Waiting:
             return None
         me = _this_process()
         mine = _numbered(self._path, max((claim.number for claim in before), default=-1) + 1)
+        _HELD.add(me.token)
         try:
             _create(mine, me)
         except FileExistsError:
