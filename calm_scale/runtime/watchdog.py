@@ -35,6 +35,7 @@ class Watchdog:
     ) -> None:
         self._limit, self._place, self._on_stall, self._end = limit_seconds, place, on_stall, end
         self._operation, self._since = "start-up", time.monotonic()
+        self._failure: tuple[BaseException, str] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -46,12 +47,30 @@ class Watchdog:
         self.note(operation)
         try:
             yield
+        except BaseException as error:
+            if self._failure is None or self._failure[0] is not error:
+                self._failure = (error, operation)
+            raise
         finally:
             self.note(before)
+
+    def operation_of(self, error: BaseException) -> str:
+        """The innermost operation that this error ended; the present one if none did."""
+        if self._failure is not None and self._failure[0] is error:
+            return self._failure[1]
+        return self._operation
+
+    def introduce(self, place: str, on_stall: Callable[[str], None]) -> None:
+        """Say more exactly who this is, and what the last words are, once that is known."""
+        self._place, self._on_stall = place, on_stall
 
     def note(self, operation: str) -> None:
         """From now on this is what the rank does."""
         self._operation, self._since = operation, time.monotonic()
+
+    def beat(self) -> None:
+        """The operation makes progress: its time counts afresh."""
+        self._since = time.monotonic()
 
     def close(self) -> None:
         """Watches no longer."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.runtime.departure import joined
 from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.signals import StopSignals
-from calm_scale.runtime.world import World, init_world
+from calm_scale.runtime.world import World
 from calm_scale.stages.launch import autoencoder_section
 from calm_scale.stages.readiness import make_ready
 from calm_scale.stages.splits import open_if_prepared, open_training_split
@@ -33,10 +34,11 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
     tokens_per_sample = stage.patches * config.patch_size
     train = open_training_split(config, stage.split, tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
-    world = init_world()
-    try:
-        train = make_ready(config, train, world)
-        heldout = make_ready(config, heldout, world) if heldout is not None else None
+    with joined("autoencoder", config.workdir / "autoencoder", stage.training.stall_seconds) as departure:
+        world = departure.world
+        beat = departure.watchdog.beat
+        train = make_ready(config, train, world, beat)
+        heldout = make_ready(config, heldout, world, beat) if heldout is not None else None
         from calm_scale.training.deepspeed_engine import DeepSpeedEngine
 
         engine = DeepSpeedEngine(
@@ -59,15 +61,15 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
             accept=accept,
             resume_step=resume_step,
             stop=stop,
+            departure=departure,
             on_begin=lambda: _store_deepspeed_config(config, engine),
         )
         if world.is_first:
             _draw_latents(config, engine)
         if outcome.exit_code == EXIT_OK and not world.broadcast_object(_is_exported(config, outcome)):
             _export(config, engine, world, outcome, train)
+        departure.exit_code = outcome.exit_code
         return outcome.exit_code
-    finally:
-        world.close()
 
 
 def _store_deepspeed_config(config: RunConfig, engine: DeepSpeedEngine) -> None:

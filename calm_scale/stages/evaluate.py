@@ -15,7 +15,7 @@ from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.config.outputs import is_regular, write_output
 from calm_scale.config.protocol import protocol_name
 from calm_scale.config.run_folder import placed_in
-from calm_scale.runtime.world import init_world
+from calm_scale.runtime.departure import joined
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
 from calm_scale.stages.progress import shown
@@ -51,8 +51,8 @@ def run_evaluation(
     stage = lm_section(config)
     block = stage.backbone.positions * config.patch_size
     dataset = open_split(config, config.evaluation.split, block, partial=True)
-    world = init_world()
-    try:
+    with joined("eval") as departure:
+        world = departure.world
         dataset = make_ready(config, dataset, world)
         opened = open_model(config, world, step, tensor)
         crew = world if tensor == 1 else Teams(world, tensor)
@@ -80,8 +80,6 @@ def run_evaluation(
         if world.is_first:  # all is on the disk by now: whoever reads the output may have gone
             _show(result, f"BrierLM · {config.name} at step {opened.card.step}", path, exact)
         return EXIT_OK
-    finally:
-        world.close()
 
 
 def results_folder(config: RunConfig, card: Card, data_fingerprint: str) -> Path:

@@ -13,7 +13,7 @@ from rich.console import Console
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.config.wording import counted
-from calm_scale.runtime.world import init_world
+from calm_scale.runtime.departure import joined
 from calm_scale.stages.json_lines import given_texts, write_lines
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model, refuse_spare_ranks
@@ -44,8 +44,8 @@ def run_generation(
     texts = given_texts(prompts, jsonl, "prompt") or [""]
     as_lines = jsonl is not None or out is not None
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
-    world = init_world()
-    try:
+    with joined("generate") as departure:
+        world = departure.world
         refuse_spare_ranks(world, tensor, "generate")
         opened = open_model(config, world, step, tensor, tokenizer)
         streaming = not as_lines and len(texts) == 1 and world.is_first
@@ -58,8 +58,6 @@ def run_generation(
             on_text=stream if streaming else None,
             max_patches=lm_section(config).backbone.positions,
         )
-    finally:
-        world.close()
     if not world.is_first:
         return EXIT_OK
     if as_lines:

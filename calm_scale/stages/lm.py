@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from calm_scale.config import ConfigError, RunConfig
+from calm_scale.runtime.departure import joined
 from calm_scale.runtime.signals import StopSignals
-from calm_scale.runtime.world import init_world
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.readiness import make_ready
 from calm_scale.stages.splits import open_if_prepared, open_training_split
@@ -31,10 +31,11 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
     tokens_per_sample = stage.backbone.positions * config.patch_size
     train = open_training_split(config, "train", tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
-    world = init_world()
-    try:
-        train = make_ready(config, train, world)
-        heldout = make_ready(config, heldout, world) if heldout is not None else None
+    with joined("lm", config.workdir / "lm", stage.training.stall_seconds) as departure:
+        world = departure.world
+        beat = departure.watchdog.beat
+        train = make_ready(config, train, world, beat)
+        heldout = make_ready(config, heldout, world, beat) if heldout is not None else None
         from calm_scale.training.megatron_engine import MegatronEngine
 
         codec, fingerprint = None, None
@@ -64,10 +65,10 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
             accept=accept,
             resume_step=resume_step,
             stop=stop,
+            departure=departure,
         )
+        departure.exit_code = outcome.exit_code
         return outcome.exit_code
-    finally:
-        world.close()
 
 
 def frozen_autoencoder(

@@ -28,8 +28,12 @@ AUTO_BYTES = 4e9
 _HEARTBEAT_SECONDS = 0.5
 
 
-def make_ready(config: RunConfig, dataset: ShardDataset, world: World) -> ShardDataset:
+def make_ready(
+    config: RunConfig, dataset: ShardDataset, world: World, beat: Callable[[], object] = lambda: None
+) -> ShardDataset:
     """The split to read from now on: its copy on this node, or itself, checked as ``reading`` says. Collective.
+
+    ``beat`` is called again and again while ranks copy or check: that may take longer than a watchdog's limit.
 
     Raises:
         ConfigError: ``reading.stage_to`` names a variable that is not set, or the prepared data's own folder.
@@ -37,16 +41,18 @@ def make_ready(config: RunConfig, dataset: ShardDataset, world: World) -> ShardD
     """
     console = Console(stderr=True, quiet=not world.is_first, highlight=False, soft_wrap=True)
     if config.reading.stage_to is None:
-        _check(config.reading, dataset, world, console)
+        _check(config.reading, dataset, world, console, beat)
         return dataset
     place = _local_place(config.reading.stage_to, dataset)
     copies = world.local_rank == 0
-    staged = together(world, lambda: stage_split(dataset.split_dir.absolute(), place) if copies else None)
+    staged = together(
+        world, lambda: stage_split(dataset.split_dir.absolute(), place) if copies else None, beat
+    )
     console.print(f"[data] {_report([s for s in staged if s is not None])}", markup=False)
     return ShardDataset(place, dataset.tokens_per_sample, partial=dataset.partial)
 
 
-def together(world: World, work: Callable[[], T]) -> list[T]:
+def together(world: World, work: Callable[[], T], beat: Callable[[], object] = lambda: None) -> list[T]:
     """Every rank's result, on every rank. However long one of them works, nobody runs into a collective's time limit.
 
     Raises:
@@ -68,6 +74,7 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     while True:
         thread.join(_HEARTBEAT_SECONDS)
         failed, busy = world.maximum([len(failure), int(thread.is_alive())])
+        beat()
         if failed or not busy:
             break
     outcomes = world.gather_objects((result, failure))
@@ -77,7 +84,9 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     return [value for values, _ in outcomes for value in values]
 
 
-def _check(reading: ReadingConfig, dataset: ShardDataset, world: World, console: Console) -> None:
+def _check(
+    reading: ReadingConfig, dataset: ShardDataset, world: World, console: Console, beat: Callable[[], object]
+) -> None:
     manifest = dataset.manifest
     size = sum((dataset.split_dir / entry.name).stat().st_size for entry in manifest.shards)
     if reading.check == "headers" or (reading.check == "auto" and size > AUTO_BYTES * world.world_size):
@@ -94,7 +103,7 @@ def _check(reading: ReadingConfig, dataset: ShardDataset, world: World, console:
             if problems := shard_problems(dataset.split_dir, manifest, entry):
                 raise ShardError("\n".join(problems))
 
-    together(world, work)
+    together(world, work, beat)
 
 
 def _local_place(stage_to: str, dataset: ShardDataset) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
-from calm_scale.runtime.world import init_world
+from calm_scale.runtime.departure import joined
 from calm_scale.stages.json_lines import given_texts, write_lines
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model, refuse_spare_ranks
@@ -38,8 +38,8 @@ def run_scoring(
 
     wanted = given_texts(texts, jsonl, "text")
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
-    world = init_world()
-    try:
+    with joined("score") as departure:
+        world = departure.world
         refuse_spare_ranks(world, tensor, "score")
         opened = open_model(config, world, step, tensor, tokenizer)
         ids = [[*tokenizer.before_document, *tokenizer.encode(text)] for text in wanted]
@@ -55,8 +55,6 @@ def run_scoring(
         if world.is_first:
             write_lines(rows, out)
         return EXIT_OK
-    finally:
-        world.close()
 
 
 def _alpha(config: RunConfig) -> float:

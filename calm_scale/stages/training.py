@@ -11,6 +11,7 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import RunConfig
 from calm_scale.config.notes import notes
 from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World
@@ -49,6 +50,7 @@ def run_loop(
     accept: Sequence[str],
     resume_step: int | None,
     stop: StopSignals,
+    departure: Departure,
     on_begin: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Resume or start, train to the end or to a stop signal. Every rank calls it.
@@ -92,6 +94,7 @@ def run_loop(
             accept=accept,
             resume_step=resume_step,
             on_resumed=lambda: (store_config(config), on_begin()),
+            departure=departure,
         )
 
 

@@ -14,6 +14,7 @@ from calm_scale.checkpoint.errors import DiskFullError, ResumeRefusedError
 from calm_scale.checkpoint.store import CheckpointStore, Found
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
 from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.metrics import storable
 from calm_scale.runtime.signals import StopSignals
@@ -71,6 +72,7 @@ def fit(
     fresh: bool = False,
     stop_after: int | None = None,
     on_resumed: Callable[[], object] = lambda: None,
+    departure: Departure | None = None,
 ) -> Outcome:
     """Trains from wherever the run stands to ``config.steps``, or to the first stop signal. Every rank calls it.
 
@@ -86,6 +88,7 @@ def fit(
         fresh: refuse to resume.
         stop_after: stop after this step as if told to by a signal.
         on_resumed: called on the first rank once it is settled that there is something to train, as asked.
+        departure: watches over the stage and is told of an error at once; default a watchdog of this call.
 
     Raises:
         ResumeRefusedError: nothing was begun, and nothing is recorded.
@@ -101,9 +104,8 @@ def fit(
     place = f"{identity.stage} rank {world.rank}" + (
         f" ({where})" if (where := getattr(engine, "place", "")) else ""
     )
-    watchdog = Watchdog(
-        config.stall_seconds, place, on_stall=lambda operation: ledger.write("stop", "stalled")
-    )
+    watchdog = departure.watchdog if departure is not None else Watchdog(config.stall_seconds, place)
+    watchdog.introduce(place, lambda operation: ledger.write("stop", "stalled"))
     loop = _Loop(engine, data, config, store, telemetry, world, identity, ledger, watchdog, stop)
     loop.stop_after = stop_after
     try:
@@ -111,10 +113,13 @@ def fit(
     except ResumeRefusedError:
         raise
     except BaseException as error:
+        if departure is not None:
+            departure.failed(error, loop.counters.steps)
         ledger.write("stop", _cause(error))
         raise
     finally:
-        watchdog.close()
+        if departure is None:
+            watchdog.close()
         telemetry.close()
 
 

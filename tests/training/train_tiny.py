@@ -24,6 +24,7 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config.base import CalmScaleError
 from calm_scale.config.logging import LoggingConfig
 from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World, init_world
 from calm_scale.training.attempt import open_attempt
@@ -62,7 +63,12 @@ def training_config(**changes: object) -> TrainingConfig:
 
 
 def run(
-    folder: Path, options: dict, world: World, stop: StopSignals | None = None, seen: list | None = None
+    folder: Path,
+    options: dict,
+    world: World,
+    stop: StopSignals | None = None,
+    seen: list | None = None,
+    departure: Departure | None = None,
 ) -> Outcome:
     config = training_config(**options.get("training", {}))
     engine = TinyEngine(world, **options.get("engine", {}))
@@ -107,6 +113,7 @@ def run(
             resume_step=options.get("resume_step"),
             fresh=options.get("fresh", False),
             stop_after=options.get("stop_after"),
+            departure=departure,
         )
     finally:
         if seen is not None:

@@ -1,0 +1,141 @@
+"""How a rank joins, and how it leaves: an orderly end in bounded time, or at once with the reason told and recorded.
+
+Taking NCCL's process groups down while another rank is in a collective blocks both. A rank that fails therefore
+cleans nothing up: it prints and records why, and its process ends. The others are ended by whoever started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from calm_scale.accounting.lines import append_lines
+from calm_scale.config.base import CalmScaleError
+from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
+from calm_scale.runtime.watchdog import Watchdog
+from calm_scale.runtime.world import World, init_world
+from launchers import environment
+
+CLEAN_UP_SECONDS = 20.0
+"""What a rank may take to end after its work or its failure: for the process groups, and for the rest."""
+FAILURES_FILE = "failures.jsonl"
+
+
+class Departure:
+    """One rank's stay in a job, from joining to its end.
+
+    Args:
+        what: what the ranks do, for messages, e.g. ``lm``.
+        watchdog: watches over start-up, work and clean-up.
+        folder: where ``failures.jsonl`` goes; None records nothing.
+
+    Attributes:
+        world: the ranks; set as soon as they have joined.
+        exit_code: with which the process ends when its clean-up does not.
+    """
+
+    def __init__(self, what: str, watchdog: Watchdog, folder: Path | None = None) -> None:
+        self.what, self.watchdog, self.exit_code = what, watchdog, EXIT_OK
+        self.world: World
+        self._folder = folder
+        self._told = False
+
+    def failed(self, error: BaseException, step: int | None = None) -> None:
+        """Print and record why this rank fails, at once and only once; its process ends in bounded time.
+
+        Alone, nothing waits for this rank: the error goes its normal way.
+        """
+        facts = environment.facts()
+        if self._told or facts.world_size == 1 or isinstance(error, SystemExit):
+            return
+        self._told = True
+        self.exit_code = error.exit_code if isinstance(error, CalmScaleError) else EXIT_ERROR
+        _end_within(CLEAN_UP_SECONDS, self.exit_code)
+        after = "" if step is None else f" after step {step}"
+        where = f"{self.what} rank {facts.rank}: failed in `{self.watchdog.operation_of(error)}`{after}"
+        if isinstance(error, CalmScaleError):
+            said = f"error: {error}\n"
+        else:
+            said = "".join(traceback.format_exception(error))
+            said += f"{where}: {type(error).__name__}: {error}\n"
+        with contextlib.suppress(OSError):
+            sys.stderr.write(said)
+            sys.stderr.flush()
+        if self._folder is not None and self._folder.is_dir():
+            row = {
+                "time": time.time(),
+                "stage": self.what,
+                "rank": facts.rank,
+                "step": step,
+                "operation": self.watchdog.operation_of(error),
+                "error": f"{type(error).__name__}: {error}",
+            }
+            with contextlib.suppress(OSError):
+                append_lines(self._folder / FAILURES_FILE, [json.dumps(row)])
+
+    def leave(self) -> NoReturn:
+        """End this process now, whatever its threads and process groups are doing."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(self.exit_code)
+
+
+@contextlib.contextmanager
+def joined(what: str, folder: Path | None = None, limit_seconds: float = math.inf) -> Iterator[Departure]:
+    """Join the job's ranks for the block; see the module for how a rank leaves it.
+
+    Args:
+        what: for messages, e.g. ``lm``.
+        folder: the run's folder of this stage, which gets ``failures.jsonl``.
+        limit_seconds: the watchdog's limit for one operation, start-up and clean-up among them; default none.
+
+    Raises:
+        WorldError, LaunchError: the ranks did not come together.
+        BaseException: of the block, where this process is alone. As one of several it does not return.
+    """
+    watchdog = Watchdog(limit_seconds, f"{what} rank {environment.facts().rank}")
+    departure = Departure(what, watchdog, folder)
+    try:
+        with watchdog.doing("joining"):
+            world = departure.world = init_world()
+        yield departure
+        with watchdog.doing("leaving"):
+            _close(world, departure)
+    except BaseException as error:
+        departure.failed(error)
+        if environment.facts().world_size > 1:
+            if isinstance(error, SystemExit) and isinstance(error.code, int):
+                departure.exit_code = error.code
+            departure.leave()
+        raise
+    finally:
+        watchdog.close()
+
+
+def _close(world: World, departure: Departure) -> None:
+    """Take the process groups down. Where that blocks, go on without, and see to it that the process ends."""
+    thread = threading.Thread(target=world.close, name="leaving", daemon=True)
+    thread.start()
+    thread.join(CLEAN_UP_SECONDS)
+    if thread.is_alive():
+        sys.stderr.write(
+            f"{departure.what} rank {world.rank}: the process groups did not close within {CLEAN_UP_SECONDS:.0f} s; "
+            "ending without\n"
+        )
+        _end_within(CLEAN_UP_SECONDS, departure.exit_code)
+
+
+def _end_within(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
