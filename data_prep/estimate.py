@@ -33,9 +33,9 @@ class Estimate:
     Attributes:
         num_inputs: files (a dataset counts as one, its size is not known).
         stored_bytes: as they lie on disk.
-        text_bytes: of text, uncompressed.
+        text_bytes: of records, uncompressed.
         num_documents: by the mean length of the first ones; 0 where none could be read.
-        bytes_per_token: of the first documents under the run's tokenizer, else :data:`BYTES_PER_TOKEN`.
+        bytes_per_token: of the first records of each source under the run's tokenizer, else :data:`BYTES_PER_TOKEN`.
         sampled: whether it was measured.
         bytes_per_id: in a shard.
     """

@@ -179,4 +179,5 @@ def test_a_tokenizer_is_asked_where_there_is_one(document: Path) -> None:
     texts = [json.loads(line)["text"] for line in text.open()]
     tokens = sum(1 + len(Tokenizer.from_file(str(path)).encode(one).ids) for one in texts)  # one: BOS
     assert found.sampled
-    assert found.bytes_per_token == pytest.approx(sum(map(len, texts)) / tokens)
+    assert found.bytes_per_token == pytest.approx(text.stat().st_size / tokens)
+    assert found.tokens == pytest.approx(tokens)
