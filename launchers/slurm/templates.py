@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -171,7 +173,10 @@ def _site_lines(cluster: ClusterConfig) -> list[tuple[str, bool]]:
 def _is_command(line: str) -> bool:
     if line.rstrip().endswith("\\") or "<<" in line:
         return False
-    return subprocess.run(["bash", "-n", "-c", line], capture_output=True, check=False).returncode == 0
+    shell = shutil.which("bash", path=f"{os.environ.get('PATH', '')}{os.pathsep}{os.defpath}")
+    if shell is None:
+        return False
+    return subprocess.run([shell, "-n", "-c", line], capture_output=True, check=False).returncode == 0
 
 
 def check_path(path: Path) -> None:
