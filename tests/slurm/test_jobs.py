@@ -52,7 +52,9 @@ def job_log(run: RunConfig, stage: str, job: str) -> str:
 
 
 def newest(run: RunConfig) -> int:
-    return max((int(path.name[5:]) for path in (run.workdir / "lm/checkpoints").glob("step_*")), default=-1)
+    return max(
+        (int(path.name[5:]) for path in (run.workdir / "lm/checkpoints").glob("step_????????")), default=-1
+    )
 
 
 def ranks(run: RunConfig, attempt: int, stage: str = "lm") -> list[dict[str, int]]:
@@ -381,6 +383,15 @@ def test_dead_node_is_nobodys_fault(slurm, profile: Profile, make_run: MakeRun) 
     assert lives[1].started_at >= 5
 
 
+def test_sbatch_accepts_every_script(slurm, profile: Profile, make_run: MakeRun) -> None:
+    for number, changes in enumerate([{}, {"mpi": "mpirun", "constraint": None, "memory_per_node": "1M"}]):
+        submission = submit(
+            make_run(f"accepted {number}".replace(" ", "-")), profile(**changes), dry_run=True
+        )
+        for job in submission.jobs:
+            slurm.run("sbatch", "--test-only", str(job.script))
+
+
 def test_a_controller_that_is_silent_for_a_while_harms_no_job(
     slurm, profile: Profile, make_run: MakeRun
 ) -> None:
@@ -402,12 +413,3 @@ def test_a_controller_that_is_silent_for_a_while_harms_no_job(
     lives = attempts(run)
     assert [life.cause for life in lives] == ["limit", "finished"]
     assert lives[1].started_at == lives[0].ended_at > 0
-
-
-def test_sbatch_accepts_every_script(slurm, profile: Profile, make_run: MakeRun) -> None:
-    for number, changes in enumerate([{}, {"mpi": "mpirun", "constraint": None, "memory_per_node": "1M"}]):
-        submission = submit(
-            make_run(f"accepted {number}".replace(" ", "-")), profile(**changes), dry_run=True
-        )
-        for job in submission.jobs:
-            slurm.run("sbatch", "--test-only", str(job.script))
