@@ -193,3 +193,10 @@ def test_chosen_layouts_construct_up_to_1024_ranks(tmp_path: Path) -> None:
         assert len(record["stages"]) == len(expected)
         for stage, (rank, count) in record["stages"].items():
             assert count == expected[int(stage)].trained, (record["name"], rank)
+
+
+@pytest.mark.parametrize("override", ["lm.backbone.ffn_size=1", "lm.backbone.hidden_size=1000000000000"])
+def test_a_report_on_extreme_widths_has_a_baseline_of_a_legal_width(override: str) -> None:
+    from calm_scale.accounting.report.cost_sections import crossover_section
+
+    assert crossover_section(load(CONFIGS / "lm" / "calm-m.yaml", [override])).tables
