@@ -11,6 +11,7 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import PrepConfig
 from data_prep.errors import PrepError, SourceError, SourceMistakeError
 from data_prep.inputs import Input, list_inputs
+from data_prep.packing import MOST_IDS
 from data_prep.shards import token_dtype
 from data_prep.sources import Reader
 from data_prep.tokenizer import Tokenizer, load_tokenizer
@@ -139,9 +140,11 @@ def _count_tokens(texts: list[str], prep: PrepConfig, tokenizer: Tokenizer | Non
     if tokenizer is None:
         return 0
     lengths = np.diff(tokenizer.encode_documents(texts)[1])
-    if prep.packing == "aligned":
-        lengths = -(-lengths // prep.alignment) * prep.alignment
-    return int(lengths.sum())
+    padded = -(-lengths // prep.alignment) * prep.alignment
+    fits = (
+        prep.packing == "aligned" and padded.sum() <= MOST_IDS
+    )  # the packer refuses more, and says what to set
+    return int((padded if fits else lengths).sum())
 
 
 def _load_tokenizer(config: RunConfig) -> Tokenizer | None:
