@@ -45,11 +45,14 @@ def newest(
             metavar="CHECKPOINTS", help="A stage's folder, or its checkpoints folder.", parser=user_path
         ),
     ],
+    every: Annotated[
+        bool, typer.Option("--all", help="All steps that may be resumed, newest first, one a line.")
+    ] = False,
 ) -> None:
     """Print the newest step that a training would resume unasked, by names and sizes; -1 without any."""
     from calm_scale.stages.checkpoints import print_newest
 
-    raise typer.Exit(print_newest(checkpoints))
+    raise typer.Exit(print_newest(checkpoints, every=every))
 
 
 @group.command(epilog="Example: calm-scale ckpt inspect runs/calm-xl/lm/checkpoints/step_00001000")

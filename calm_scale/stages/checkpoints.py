@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from calm_scale.accounting.report.console import print_table
 from calm_scale.accounting.report.document import Cell, Column, Table, bytes_text
 from calm_scale.checkpoint.card import Card
-from calm_scale.checkpoint.judge import Entry, inventory, newest, verify
+from calm_scale.checkpoint.judge import Entry, inventory, resumable, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError
@@ -40,10 +40,13 @@ def list_checkpoints(run: Path, *, read_all: bool = False) -> int:
     return EXIT_OK
 
 
-def print_newest(checkpoints: Path) -> int:
-    """Print the newest step that may be resumed, or -1: what the job scripts call progress."""
-    found = newest(checkpoints)
-    print(-1 if found is None else found.step)
+def print_newest(checkpoints: Path, *, every: bool = False) -> int:
+    """Print the newest step that may be resumed (``every``: all of them, newest first, one a line), or -1.
+
+    The job scripts call it progress, and evaluate the steps it names.
+    """
+    found = [entry.step for entry in resumable(inventory(checkpoints))] or [-1]
+    print(*(found if every else found[:1]), sep="\n")
     return EXIT_OK
 
 

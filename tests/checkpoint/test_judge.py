@@ -123,13 +123,31 @@ def test_list_resume_status_and_run_id_agree_on_spoilt_folders(seed: int, stage:
         assert run_id(stage.folder, "run") == latest.run_id
 
 
-def script_says(stage: Stage) -> int:
-    """What ``progress`` of the job script prints."""
+def run_function(name: str, stage: Stage, before: str = "") -> str:
+    """What a function of the job script prints."""
     text = PREAMBLE.read_text()
-    function = text[text.index("progress() {") : text.index("\n}\n", text.index("progress() {")) + 3]
-    setting = f"PROGRESS=('{stage.root}') index=0 STAGE=lm PYTHON='{sys.executable}'\n"
-    shell = ["bash", "-uc", f"{setting}{function}progress"]
-    return int(subprocess.run(shell, capture_output=True, text=True, check=True).stdout)
+    start = text.index(f"\n{name}() {{") + 1
+    function = text[start : text.index("\n}\n", start) + 3]
+    setting = f"PROGRESS=('{stage.root}') index=0 STAGE=lm PYTHON='{sys.executable}' STATE='{stage.folder}'\n"
+    shell = ["bash", "-uc", f"{setting}{before}\n{function}{name}"]
+    return subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+
+
+def script_says(stage: Stage) -> int:
+    return int(run_function("progress", stage))
+
+
+def test_the_job_script_evaluates_what_may_be_resumed(stage: Stage) -> None:
+    sbatch = (
+        f"EVAL_SCRIPT=eval ATTEMPT_LOGS='{stage.folder}'; exec 3>&1\n"
+        'client() { echo "STEP=$CALM_SCALE_EVAL_STEP" >&3; echo 77; }'
+    )
+    assert run_function("ask_for_evaluations", stage, sbatch) == ""
+    stage.save(4), stage.save(6), stage.save(8, suspect="the last step was not finite")
+    SPOIL["renamed"](stage.save(10)), SPOIL["half written"](stage.save(12))
+    (stage.folder / "eval-00000004.submitted").touch()
+    assert run_function("ask_for_evaluations", stage, sbatch) == "STEP=6\n"
+    assert (stage.folder / "eval-00000006.submitted").exists()
 
 
 def test_the_job_script_asks_the_judge(stage: Stage) -> None:
