@@ -24,6 +24,7 @@ from launchers.hostlist import first
 
 MASTER_ADDRESS = "CALM_SCALE_MASTER_ADDR"
 MASTER_PORT = "CALM_SCALE_MASTER_PORT"
+GPUS = "CALM_SCALE_GPUS"
 ALLOW_LOOPBACK = "CALM_SCALE_ALLOW_LOOPBACK"
 
 
@@ -75,6 +76,12 @@ def facts(
         job_id=env.get("SLURM_JOB_ID"),
         restart_count=_count(env, "SLURM_RESTART_COUNT") + _count(env, "TORCHELASTIC_RESTART_COUNT"),
     )
+
+
+def gpus_of_node(env: Mapping[str, str] | None = None) -> int:
+    """GPUs of this node that the job asked for, as its script or SLURM says; 0 when neither does."""
+    env = os.environ if env is None else env
+    return _count(env, GPUS) if GPUS in env else _count(env, "SLURM_GPUS_ON_NODE")
 
 
 def port_candidates(env: Mapping[str, str] | None = None, count: int = ports.NUM_CANDIDATES) -> list[int]:

@@ -44,6 +44,7 @@ RANK_NAMESPACES = (
     "CALM_SCALE_ATTEMPT",
     "CALM_SCALE_LAUNCHER",
     "CALM_SCALE_FAILURES",
+    "CALM_SCALE_GPUS",
 )
 """Prefixes of what tells a process which rank of which world it is."""
 

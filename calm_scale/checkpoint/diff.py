@@ -30,6 +30,7 @@ _RULES: tuple[tuple[str, Verdict], ...] = (
     ("stage", "forbidden"),
     ("name", "safe"),
     ("workdir", "safe"),
+    ("device", "safe"),
     ("data", "safe"),
     ("reading.*", "safe"),
     ("tokenizer", "forbidden"),

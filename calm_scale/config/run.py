@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -19,11 +20,14 @@ class RunConfig(Section):
 
     ``vocab_size`` (V) and ``patch_size`` (K) stand here once and hold for prep, autoencoder and language
     model alike. An autoregressive baseline has ``patch_size: 1`` and ``lm.head.kind: softmax``.
+
+    ``device``: ``auto`` takes GPUs where there are some, and where the job asked for some insists on them.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     workdir: Path = Path("runs/{name}")
     seed: Seed = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     vocab_size: int = Field(default=128_256, gt=1)
     patch_size: int = Field(default=4, gt=0)
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -22,8 +22,9 @@ from calm_scale.accounting.lines import append_lines
 from calm_scale.config.base import CalmScaleError
 from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
 from calm_scale.runtime.watchdog import Watchdog
-from calm_scale.runtime.world import World, init_world
+from calm_scale.runtime.world import Device, World, init_world
 from launchers import environment
+from launchers.errors import tell_job_script
 
 CLEAN_UP_SECONDS = 20.0
 """What a rank may take to end after its work or its failure: for the process groups, and for the rest."""
@@ -64,6 +65,7 @@ class Departure:
         where = f"{self.what} rank {facts.rank}: failed in `{self.watchdog.operation_of(error)}`{after}"
         if isinstance(error, CalmScaleError):
             said = f"error: {error}\n"
+            tell_job_script(error)
         else:
             said = "".join(traceback.format_exception(error))
             said += f"{where}: {type(error).__name__}: {error}\n"
@@ -91,13 +93,16 @@ class Departure:
 
 
 @contextlib.contextmanager
-def joined(what: str, folder: Path | None = None, limit_seconds: float = math.inf) -> Iterator[Departure]:
+def joined(
+    what: str, folder: Path | None = None, limit_seconds: float = math.inf, device: Device = "auto"
+) -> Iterator[Departure]:
     """Join the job's ranks for the block; see the module for how a rank leaves it.
 
     Args:
         what: for messages, e.g. ``lm``.
         folder: the run's folder of this stage, which gets ``failures.jsonl``.
         limit_seconds: the watchdog's limit for one operation, start-up and clean-up among them; default none.
+        device: the run's.
 
     Raises:
         WorldError, LaunchError: the ranks did not come together.
@@ -107,7 +112,7 @@ def joined(what: str, folder: Path | None = None, limit_seconds: float = math.in
     departure = Departure(what, watchdog, folder)
     try:
         with watchdog.doing("joining"):
-            world = departure.world = init_world()
+            world = departure.world = init_world(device)
         yield departure
         with watchdog.doing("leaving"):
             _close(world, departure)

@@ -7,12 +7,13 @@ collectives and needs no GPU.
 from __future__ import annotations
 
 import os
+import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from calm_scale.config.base import CalmScaleError
 from calm_scale.runtime.threads import threads_per_rank
@@ -22,12 +23,15 @@ from launchers.environment import RankFacts
 if TYPE_CHECKING:
     import torch
 
+Device = Literal["auto", "cpu", "cuda"]
 JOIN_SECONDS = 60.0
 """A rank that has not shown up by then is named; a wrong world size must not wait for ever."""
 
 
 _PORT_IS_OURS = ("slurm", "mpi")
 """Launchers that give the ranks no meeting point."""
+_BIND_GPUS = ("slurm", "mpi")
+"""Launchers that can show every rank a GPU of its own as the only one."""
 _RANK_0_LISTENS = (*_PORT_IS_OURS, "env", "deepspeed")
 """Launchers that leave the meeting to the ranks; the others (torchrun, our local one) see to it themselves."""
 
@@ -104,33 +108,31 @@ class World:
 
 
 def init_world(
-    device: str | None = None, timeout_seconds: float = 3600.0, facts: RankFacts | None = None
+    device: Device = "auto", timeout_seconds: float = 3600.0, facts: RankFacts | None = None
 ) -> World:
     """Joins the job's processes, sets this rank's device and its CPU threads.
 
     Args:
-        device: ``cpu`` or ``cuda``; default CUDA where there is a GPU. NCCL on CUDA, gloo on CPU.
+        device: ``cpu``, ``cuda``, or ``auto``: CUDA where there is a GPU. NCCL on CUDA, gloo on CPU.
         timeout_seconds: limit of one collective, a last resort above the watchdog's.
         facts: who this process is; default what the launcher's environment says. Without a launcher: a world of one.
 
     Raises:
-        WorldError: no GPU for this rank, or ranks missing after a minute (they are named).
-        LaunchError: the environment contradicts itself, or names a network interface that this node lacks.
+        WorldError: no GPU for this rank though some were asked for, or ranks missing after a minute (they are named).
+        LaunchError: the environment contradicts itself.
     """
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # before torch looks: Megatron takes a GPU wherever it sees one
+        )
     import torch
 
     facts = facts or environment.facts()
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda":
-        count = torch.cuda.device_count()
-        if facts.local_rank >= count:
-            raise WorldError(
-                f"local rank {facts.local_rank} has no GPU: this node shows {count}. Start at most {count} ranks a node"
-            )
-        torch.cuda.set_device(facts.local_rank)
-    where = torch.device(kind, facts.local_rank) if kind == "cuda" else torch.device("cpu")
+    where = torch.device("cpu") if device == "cpu" else _device(device, facts)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
     torch.set_num_threads(threads_per_rank(facts.local_world_size))
-    backend = "nccl" if kind == "cuda" else "gloo"
+    backend = "nccl" if where.type == "cuda" else "gloo"
     if facts.world_size == 1:
         return World(0, 1, facts.local_rank, 1, where, backend)
     environment.refuse_unknown_interface(os.environ)
@@ -138,6 +140,41 @@ def init_world(
     return World(
         facts.rank, facts.world_size, facts.local_rank, facts.local_world_size, where, backend, control
     )
+
+
+def _device(wanted: Device, facts: RankFacts) -> torch.device:
+    """This rank's GPU, or the CPU where there is none and none was asked for."""
+    import torch
+
+    if not torch.cuda.is_available():
+        asked = environment.gpus_of_node()
+        if wanted == "auto" and not asked:
+            return torch.device("cpu")
+        raise WorldError(
+            f"{'device is cuda' if wanted == 'cuda' else f'the job asked for {asked} GPUs a node'}, but torch "
+            f"{torch.__version__} (built for CUDA {torch.version.cuda or '-: a CPU build'}) can use none on "
+            f"{socket.gethostname()}. Driver: {_driver()}. CUDA_VISIBLE_DEVICES: "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}. Install a torch build that this driver supports, or "
+            "set device=cpu to train on the CPU"
+        )
+    count = torch.cuda.device_count()
+    if count == 1 and facts.launcher in _BIND_GPUS:
+        return torch.device("cuda", 0)
+    if facts.local_rank >= count:
+        raise WorldError(
+            f"local rank {facts.local_rank} has no GPU: this node shows {count}. Start at most {count} ranks a node, "
+            "or set device=cpu"
+        )
+    return torch.device("cuda", facts.local_rank)
+
+
+def _driver() -> str:
+    """The NVIDIA driver of this machine, from the kernel."""
+    try:
+        first_line = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return "none is loaded"
+    return first_line.removeprefix("NVRM version:").strip()
 
 
 def _join(facts: RankFacts, backend: str, timeout: timedelta) -> Any:
@@ -223,19 +260,22 @@ def _tell_libraries(facts: RankFacts) -> None:
 
 
 def _roll_call(store: Any, rank: int, world_size: int) -> None:
-    """Every rank signs in; who is missing after a minute is named by every rank that is there."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    names = [f"calm_scale/{attempt}/rank{other}" for other in range(world_size)]
-    store.set(names[rank], "here")
-    deadline = time.monotonic() + JOIN_SECONDS
-    missing = list(range(world_size))
-    while missing:
-        missing = [other for other in missing if not store.check([names[other]])]
-        if missing and time.monotonic() > deadline:
-            shown = ", ".join(str(other) for other in missing[:16])
-            raise WorldError(
-                f"{len(missing)} of {world_size} ranks have not joined after {JOIN_SECONDS:.0f} s: {shown}. "
-                "Is the world size right, and did every node start?"
-            )
-        if missing:
-            time.sleep(0.05)
+    """Every rank signs in and waits for the last one: three calls a rank, however many there are.
+
+    Raises:
+        WorldError: ranks are missing after ``JOIN_SECONDS``; names them.
+    """
+    prefix = f"calm_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store.set(f"{prefix}/rank{rank}", "here")
+    if store.add(f"{prefix}/joined", 1) == world_size:
+        store.set(f"{prefix}/all", "here")
+        return
+    try:
+        store.wait([f"{prefix}/all"], timedelta(seconds=JOIN_SECONDS))
+    except RuntimeError:
+        missing = [other for other in range(world_size) if not store.check([f"{prefix}/rank{other}"])]
+        shown = ", ".join(str(other) for other in missing[:16])
+        raise WorldError(
+            f"{len(missing)} of {world_size} ranks have not joined after {JOIN_SECONDS:.0f} s: {shown}. "
+            "Is the world size right, and did every node start?"
+        ) from None

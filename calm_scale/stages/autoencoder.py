@@ -34,7 +34,9 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
     tokens_per_sample = stage.patches * config.patch_size
     train = open_training_split(config, stage.split, tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
-    with joined("autoencoder", config.workdir / "autoencoder", stage.training.stall_seconds) as departure:
+    with joined(
+        "autoencoder", config.workdir / "autoencoder", stage.training.stall_seconds, config.device
+    ) as departure:
         world = departure.world
         beat = departure.watchdog.beat
         train = make_ready(config, train, world, beat)

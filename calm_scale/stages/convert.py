@@ -133,7 +133,7 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
     source = autoencoder_folder or beside
     published = PublishedLanguageModel(folder, source, name=out.name, workdir=str(out), tokenizer=policy)
     published.read_through()
-    world = init_world()
+    world = init_world("cpu")
     initialize(lm_section(published.run).parallel, world)
     fingerprint, trouble = _tokenizer_of(published.run, carried)
     with appearing_whole(out) as partial:

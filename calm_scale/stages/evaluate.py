@@ -51,7 +51,7 @@ def run_evaluation(
     stage = lm_section(config)
     block = stage.backbone.positions * config.patch_size
     dataset = open_split(config, config.evaluation.split, block, partial=True)
-    with joined("eval") as departure:
+    with joined("eval", device=config.device) as departure:
         world = departure.world
         dataset = make_ready(config, dataset, world)
         opened = open_model(config, world, step, tensor)

@@ -44,7 +44,7 @@ def run_generation(
     texts = given_texts(prompts, jsonl, "prompt") or [""]
     as_lines = jsonl is not None or out is not None
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
-    with joined("generate") as departure:
+    with joined("generate", device=config.device) as departure:
         world = departure.world
         refuse_spare_ranks(world, tensor, "generate")
         opened = open_model(config, world, step, tensor, tokenizer)

@@ -31,7 +31,7 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
     tokens_per_sample = stage.backbone.positions * config.patch_size
     train = open_training_split(config, "train", tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
-    with joined("lm", config.workdir / "lm", stage.training.stall_seconds) as departure:
+    with joined("lm", config.workdir / "lm", stage.training.stall_seconds, config.device) as departure:
         world = departure.world
         beat = departure.watchdog.beat
         train = make_ready(config, train, world, beat)

@@ -38,7 +38,7 @@ def run_scoring(
 
     wanted = given_texts(texts, jsonl, "text")
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
-    with joined("score") as departure:
+    with joined("score", device=config.device) as departure:
         world = departure.world
         refuse_spare_ranks(world, tensor, "score")
         opened = open_model(config, world, step, tensor, tokenizer)

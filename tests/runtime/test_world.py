@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,67 @@ def test_ranks_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     with pytest.raises(WorldError, match="2 of 4 ranks have not joined after 0 s: 1, 3"):
         room._roll_call(store, 0, 4)
+
+
+class CountingStore:
+    """Counts the calls of each rank on a store that the ranks share."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.calls = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("world_size", [8, 128])
+def test_a_rank_asks_the_store_equally_often_in_any_world(world_size: int) -> None:
+    import torch.distributed as dist
+
+    shared = dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(world_size)]
+    ranks = [
+        threading.Thread(target=room._roll_call, args=(store, rank, world_size))
+        for rank, store in enumerate(stores)
+    ]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert {store.calls for store in stores} == {3}
+
+
+def test_gpus_that_were_asked_for_and_cannot_be_used_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("CALM_SCALE_GPUS", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert init_world(facts=alone()).device.type == "cpu"
+    with pytest.raises(WorldError, match=r"device is cuda, but torch .* Driver: .* CUDA_VISIBLE_DEVICES"):
+        init_world(device="cuda", facts=alone())
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    with pytest.raises(WorldError, match="the job asked for 8 GPUs a node, but torch"):
+        init_world(facts=alone())
+    monkeypatch.setenv("CALM_SCALE_GPUS", "0")  # the job's script knows better
+    assert init_world(facts=alone()).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "count", "index"), [("slurm", 1, 0), ("mpi", 1, 0), ("local", 4, 3), ("slurm", 4, 3)]
+)
+def test_the_only_visible_gpu_is_taken_where_each_task_sees_its_own(
+    launcher: str, count: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    facts = replace(alone(), local_rank=3, local_world_size=4, launcher=launcher)
+    assert room._device("auto", facts) == torch.device("cuda", index)
+
+
+def test_two_ranks_of_the_local_launcher_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(WorldError, match=r"local rank 1 has no GPU.*device=cpu"):
+        room._device("auto", replace(alone(), local_rank=1, launcher="local"))
 
 
 def test_ranks_started_by_hand_say_what_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,7 @@ def links_between_nodes_are_measured(slurm, profile: Profile, make_run: MakeRun)
 
 def a_bad_node_is_excluded_and_named(slurm, profile: Profile, make_run: MakeRun) -> None:
     """The GPU of one node does not answer: the job goes on on the other node."""
-    run = make_run("badnode", lm=None, prep=None, autoencoder=ONE_RANK)
+    run = make_run("badnode", device="cpu", lm=None, prep=None, autoencoder=ONE_RANK)
     program = run.workdir / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text(
