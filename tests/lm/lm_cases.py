@@ -10,15 +10,20 @@ from typing import Any
 
 from lm_ranks import run_ranks, tiny_run
 
-STEPS = {"do": "train", "first": 1, "last": 3}
 AR = {"kind": "softmax"}
 FLOW = {"kind": "flow", "num_repeats": 2}
 DIFFUSION = {"kind": "diffusion", "num_repeats": 2}
 
 
 def same_steps(name: str, *, pad_id: int | None = None, **run: Any) -> dict[str, Any]:
-    """Three steps, then the state: the first moments are a fixed combination of the three steps' gradients."""
-    actions = [STEPS, {"do": "save", "name": f"ckpt_{name}"}, {"do": "evaluate"}]
+    """The state after one step, whose first moments are its gradient times 1 − β₁, and after three."""
+    actions = [
+        {"do": "train", "first": 1, "last": 1},
+        {"do": "save", "name": f"first_{name}"},
+        {"do": "train", "first": 2, "last": 3},
+        {"do": "save", "name": f"ckpt_{name}"},
+        {"do": "evaluate"},
+    ]
     return {"name": name, "run": tiny_run(**run), "actions": actions, "pad_id": pad_id}
 
 

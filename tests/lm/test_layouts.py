@@ -45,13 +45,14 @@ def test_losses_norms_and_evaluation_are_those_of_one_rank(reports: Any, name: s
 
 @pytest.mark.parametrize(("name", "base"), TWINS)
 def test_every_gradient_is_that_of_one_rank(reports: Any, name: str, base: str) -> None:
-    ours, theirs = reports.tensors(f"ckpt_{name}"), reports.tensors(f"ckpt_{base}")
+    """After one step: rounding alone parts them. Later steps multiply it wherever Adam divides by a small moment."""
+    ours, theirs = reports.tensors(f"first_{name}"), reports.tensors(f"first_{base}")
     assert ours.keys() == theirs.keys()
     moments = [key for key in ours if key.startswith("optimizer.exp_avg.")]
     assert any(".head." in key for key in moments)
     for key in moments:
         scale = theirs[key].abs().max().item()
-        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=2e-5 * scale, msg=key)
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=5e-6 * scale, msg=key)
 
 
 def test_the_layout_that_auto_trained_is_uneven() -> None:
