@@ -7,6 +7,7 @@ collectives and needs no GPU.
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ _PORT_IS_OURS = ("slurm", "mpi")
 """Launchers that give the ranks no meeting point."""
 _BIND_GPUS = ("slurm", "mpi")
 """Launchers that can show every rank a GPU of its own as the only one."""
+_OTHER_FILES = 512
+"""Open files of a rank besides the connections to the other ranks: shards, libraries, logs, NCCL."""
 _RANK_0_LISTENS = (*_PORT_IS_OURS, "env", "deepspeed")
 """Launchers that leave the meeting to the ranks; the others (torchrun, our local one) see to it themselves."""
 
@@ -136,6 +139,7 @@ def init_world(
     if facts.world_size == 1:
         return World(0, 1, facts.local_rank, 1, where, backend)
     environment.refuse_unknown_interface(os.environ)
+    _raise_file_limit(facts.world_size)
     control = _join(facts, backend, timedelta(seconds=timeout_seconds))
     return World(
         facts.rank, facts.world_size, facts.local_rank, facts.local_world_size, where, backend, control
@@ -166,6 +170,20 @@ def _device(wanted: Device, facts: RankFacts) -> torch.device:
             "or set device=cpu"
         )
     return torch.device("cuda", facts.local_rank)
+
+
+def _raise_file_limit(world_size: int) -> None:
+    """Two gloo groups of all ranks, control and background saves, need a file descriptor per rank and group."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * world_size + _OTHER_FILES
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise WorldError(
+            f"{world_size} ranks need {needed} open files each, and this process may open {hard} (`ulimit -Hn`) on "
+            f"{socket.gethostname()}. Raise the limit for jobs, or start fewer ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _driver() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 from dataclasses import replace
@@ -127,3 +128,15 @@ def test_ranks_started_by_hand_say_what_keeps_them_apart(monkeypatch: pytest.Mon
             init_world(device="cpu", facts=replace(by_hand, rank=1))
     with pytest.raises(LaunchError, match="1 of 2 ranks have not joined after 0 s: 1"):
         init_world(device="cpu", facts=by_hand)
+
+
+def test_the_limit_on_open_files_is_raised_for_the_ranks_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    room._raise_file_limit(8)
+    assert given == []
+    room._raise_file_limit(1024)
+    assert given == [(2560, 4096)]
+    with pytest.raises(WorldError, match=r"2048 ranks need 4608 open files each.* 4096 \(`ulimit -Hn`\)"):
+        room._raise_file_limit(2048)
