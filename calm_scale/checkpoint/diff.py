@@ -31,6 +31,7 @@ _RULES: tuple[tuple[str, Verdict], ...] = (
     ("name", "safe"),
     ("workdir", "safe"),
     ("device", "safe"),
+    ("join_minutes", "safe"),
     ("data", "safe"),
     ("reading.*", "safe"),
     ("tokenizer", "forbidden"),

@@ -22,7 +22,7 @@ from calm_scale.accounting.lines import append_lines
 from calm_scale.config.base import CalmScaleError
 from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
 from calm_scale.runtime.watchdog import Watchdog
-from calm_scale.runtime.world import Device, World, init_world
+from calm_scale.runtime.world import JOIN_SECONDS, Device, World, init_world
 from launchers import environment
 from launchers.errors import tell_job_script
 
@@ -94,7 +94,11 @@ class Departure:
 
 @contextlib.contextmanager
 def joined(
-    what: str, folder: Path | None = None, limit_seconds: float = math.inf, device: Device = "auto"
+    what: str,
+    folder: Path | None = None,
+    limit_seconds: float = math.inf,
+    device: Device = "auto",
+    join_seconds: float | None = None,
 ) -> Iterator[Departure]:
     """Join the job's ranks for the block; see the module for how a rank leaves it.
 
@@ -102,7 +106,7 @@ def joined(
         what: for messages, e.g. ``lm``.
         folder: the run's folder of this stage, which gets ``failures.jsonl``.
         limit_seconds: the watchdog's limit for one operation, start-up and clean-up among them; default none.
-        device: the run's.
+        device, join_seconds: see ``init_world``.
 
     Raises:
         WorldError, LaunchError: the ranks did not come together.
@@ -112,7 +116,8 @@ def joined(
     departure = Departure(what, watchdog, folder)
     try:
         with watchdog.doing("joining"):
-            world = departure.world = init_world(device)
+            watchdog.beat(grant=JOIN_SECONDS if join_seconds is None else join_seconds)
+            world = departure.world = init_world(device, join_seconds=join_seconds)
         yield departure
         with watchdog.doing("leaving"):
             _close(world, departure)

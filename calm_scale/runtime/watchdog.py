@@ -68,9 +68,9 @@ class Watchdog:
         """From now on this is what the rank does."""
         self._operation, self._since = operation, time.monotonic()
 
-    def beat(self) -> None:
-        """The operation makes progress: its time counts afresh."""
-        self._since = time.monotonic()
+    def beat(self, grant: float = 0.0) -> None:
+        """The operation makes progress: its time counts afresh, after ``grant`` seconds that it has of its own."""
+        self._since = time.monotonic() + grant
 
     def close(self) -> None:
         """Watches no longer."""

@@ -111,17 +111,22 @@ class World:
 
 
 def init_world(
-    device: Device = "auto", timeout_seconds: float = 3600.0, facts: RankFacts | None = None
+    device: Device = "auto",
+    timeout_seconds: float = 3600.0,
+    facts: RankFacts | None = None,
+    join_seconds: float | None = None,
 ) -> World:
     """Joins the job's processes, sets this rank's device and its CPU threads.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto``: CUDA where there is a GPU. NCCL on CUDA, gloo on CPU.
         timeout_seconds: limit of one collective, a last resort above the watchdog's.
+        join_seconds: how long this rank waits for the others; default ``JOIN_SECONDS``.
         facts: who this process is; default what the launcher's environment says. Without a launcher: a world of one.
 
     Raises:
-        WorldError: no GPU for this rank though some were asked for, or ranks missing after a minute (they are named).
+        WorldError: no GPU for this rank though some were asked for, or ranks missing after ``join_seconds`` (they are
+            named).
         LaunchError: the environment contradicts itself.
     """
     if device == "cpu":
@@ -140,7 +145,12 @@ def init_world(
         return World(0, 1, facts.local_rank, 1, where, backend)
     environment.refuse_unknown_interface(os.environ)
     _raise_file_limit(facts.world_size)
-    control = _join(facts, backend, timedelta(seconds=timeout_seconds))
+    control = _join(
+        facts,
+        backend,
+        timedelta(seconds=timeout_seconds),
+        timedelta(seconds=JOIN_SECONDS if join_seconds is None else join_seconds),
+    )
     return World(
         facts.rank, facts.world_size, facts.local_rank, facts.local_world_size, where, backend, control
     )
@@ -195,11 +205,10 @@ def _driver() -> str:
     return first_line.removeprefix("NVRM version:").strip()
 
 
-def _join(facts: RankFacts, backend: str, timeout: timedelta) -> Any:
+def _join(facts: RankFacts, backend: str, timeout: timedelta, join: timedelta) -> Any:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    join = timedelta(seconds=JOIN_SECONDS)
     if dist.is_initialized():
         if dist.get_world_size() != facts.world_size:
             raise WorldError(
@@ -219,14 +228,14 @@ def _join(facts: RankFacts, backend: str, timeout: timedelta) -> Any:
                     f"of {facts.master_addr}: {str(error).splitlines()[0]}. Did every rank start, and is the port free?"
                 ) from None
         store.set_timeout(join)
-        _roll_call(store, rank, world_size)
+        _roll_call(store, rank, world_size, join)
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _meet(facts: RankFacts, join: timedelta) -> Any:
-    """A store on the first candidate port that rank 0 can take; every rank finds it there within a minute.
+    """A store on the first candidate port that rank 0 can take; every rank finds it there within ``join``.
 
     Where the ranks were given a port, it is the only candidate.
     """
@@ -277,11 +286,11 @@ def _tell_libraries(facts: RankFacts) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def _roll_call(store: Any, rank: int, world_size: int) -> None:
+def _roll_call(store: Any, rank: int, world_size: int, join: timedelta) -> None:
     """Every rank signs in and waits for the last one: three calls a rank, however many there are.
 
     Raises:
-        WorldError: ranks are missing after ``JOIN_SECONDS``; names them.
+        WorldError: ranks are missing after ``join``; names them.
     """
     prefix = f"calm_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store.set(f"{prefix}/rank{rank}", "here")
@@ -289,11 +298,11 @@ def _roll_call(store: Any, rank: int, world_size: int) -> None:
         store.set(f"{prefix}/all", "here")
         return
     try:
-        store.wait([f"{prefix}/all"], timedelta(seconds=JOIN_SECONDS))
+        store.wait([f"{prefix}/all"], join)
     except RuntimeError:
         missing = [other for other in range(world_size) if not store.check([f"{prefix}/rank{other}"])]
         shown = ", ".join(str(other) for other in missing[:16])
         raise WorldError(
-            f"{len(missing)} of {world_size} ranks have not joined after {JOIN_SECONDS:.0f} s: {shown}. "
+            f"{len(missing)} of {world_size} ranks have not joined after {join.total_seconds():.0f} s: {shown}. "
             "Is the world size right, and did every node start?"
         ) from None

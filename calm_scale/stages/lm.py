@@ -31,7 +31,8 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
     tokens_per_sample = stage.backbone.positions * config.patch_size
     train = open_training_split(config, "train", tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
-    with joined("lm", config.workdir / "lm", stage.training.stall_seconds, config.device) as departure:
+    folder, limit = config.workdir / "lm", stage.training.stall_seconds
+    with joined("lm", folder, limit, config.device, config.join_minutes * 60) as departure:
         world = departure.world
         beat = departure.watchdog.beat
         train = make_ready(config, train, world, beat)

@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -49,10 +50,9 @@ def test_ranks_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
     store = dist.HashStore()
     store.set("calm_scale/0/rank2", "here")
-    monkeypatch.setattr(room, "JOIN_SECONDS", 0.2)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     with pytest.raises(WorldError, match="2 of 4 ranks have not joined after 0 s: 1, 3"):
-        room._roll_call(store, 0, 4)
+        room._roll_call(store, 0, 4, timedelta(seconds=0.2))
 
 
 class CountingStore:
@@ -73,7 +73,7 @@ def test_a_rank_asks_the_store_equally_often_in_any_world(world_size: int) -> No
     shared = dist.HashStore()
     stores = [CountingStore(shared) for _ in range(world_size)]
     ranks = [
-        threading.Thread(target=room._roll_call, args=(store, rank, world_size))
+        threading.Thread(target=room._roll_call, args=(store, rank, world_size, timedelta(seconds=30)))
         for rank, store in enumerate(stores)
     ]
     for thread in ranks:
