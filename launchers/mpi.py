@@ -32,6 +32,7 @@ _EXPORTED = (
     "HF_",
     "WANDB_MODE",
     "PYTHONPATH",
+    "PYTHONSAFEPATH",
     "PATH",
     "LD_LIBRARY_PATH",
 )

@@ -14,6 +14,10 @@ SPLITS = ("train", "autoencoder", "heldout")
 """What `prep` divides the documents into; each is a folder of its own."""
 
 
+ENCODES = ("encoder", "add_bos", "add_eos", "bos_token", "eos_token", "pad_token")
+"""The settings of a tokenizer that decide which ids a document becomes."""
+
+
 class TokenizerConfig(Section):
     """The tokenizer shared by every stage of a run.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +56,8 @@ def run_evaluation(
         world = departure.world
         dataset = make_ready(config, dataset, world)
         opened = open_model(config, world, step, tensor)
+        if world.is_first:
+            _say_other_ids(dataset, opened.card)
         crew = world if tensor == 1 else Teams(world, tensor)
         provenance = {**opened.provenance(dataset.fingerprint), **_walk_of(stage), **_text_of(config)}
         with shown("BrierLM", Console(stderr=True, quiet=not world.is_first)) as on_sequence:
@@ -108,6 +111,16 @@ def _walk_of(stage: LMStage) -> dict[str, str]:
     """The steps that a flow or diffusion head takes to a sample: the document's, which may not be the trained run's."""
     steps = getattr(stage.head, "sampling_steps", None)
     return {} if steps is None else {"sampling_steps": str(steps)}
+
+
+def _say_other_ids(dataset: ShardDataset, card: Card) -> None:
+    """Data of another tokenizer, or of another BOS/EOS policy, are scored as they are; whoever reads it must know."""
+    theirs, ours = dataset.manifest.tokenizer_fingerprint, card.tokenizer_fingerprint
+    if ours and theirs != ours:
+        sys.stderr.write(
+            f"note: {dataset.split_dir} was prepared with another tokenizer or BOS/EOS policy (fingerprint {theirs}) "
+            f"than the data the model was trained on ({ours})\n"
+        )
 
 
 def _exact(

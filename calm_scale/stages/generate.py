@@ -16,7 +16,7 @@ from calm_scale.config.wording import counted
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.json_lines import given_texts, write_lines
 from calm_scale.stages.launch import lm_section
-from calm_scale.stages.model import open_model, refuse_spare_ranks
+from calm_scale.stages.model import open_model, refuse_spare_ranks, trained_tokenizer
 
 if TYPE_CHECKING:
     from calm_scale.sampling.generate import Generation
@@ -38,15 +38,14 @@ def run_generation(
     """
     from calm_scale.sampling.generate import generate
     from calm_scale.sampling.temperature import check_budget
-    from data_prep.tokenizer import load_tokenizer
 
     check_budget(config.generation.algorithm, config.generation)
     texts = given_texts(prompts, jsonl, "prompt") or [""]
     as_lines = jsonl is not None or out is not None
-    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
     with joined("generate", device=config.device) as departure:
         world = departure.world
         refuse_spare_ranks(world, tensor, "generate")
+        tokenizer = trained_tokenizer(config, world, step)
         opened = open_model(config, world, step, tensor, tokenizer)
         streaming = not as_lines and len(texts) == 1 and world.is_first
         stream = _Stream(texts[0])

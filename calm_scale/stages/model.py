@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from calm_scale.checkpoint.diff import resume_diff
 from calm_scale.checkpoint.judge import find, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
+from calm_scale.config.data import ENCODES, TokenizerConfig
 from calm_scale.runtime.world import World
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.lm import frozen_autoencoder
@@ -100,6 +102,29 @@ def open_model(
             )
     model = load_patch_model(config, entry.path / SHARDS, world, codec, tensor=tensor)
     return OpenModel(model, entry.card)
+
+
+def trained_tokenizer(config: RunConfig, world: World, step: int | None = None) -> Tokenizer:
+    """The tokenizer at ``tokenizer.path`` with the encoder, special tokens and BOS/EOS policy that the checkpoint was
+    trained with; where the document has others, the first rank says so. An imported model takes the document's.
+
+    Raises:
+        NothingToResumeError: no such checkpoint.
+        TokenizerError: no tokenizer there.
+    """
+    from data_prep.tokenizer import load_tokenizer
+
+    card = find(config.workdir / "lm", step).card
+    stored = card.config.get("tokenizer", {}) if card is not None and card.shards_fingerprint else {}
+    trained = {name: stored[name] for name in ENCODES if name in stored}
+    asked = config.tokenizer.model_dump()
+    for name, value in trained.items():
+        if world.is_first and name != "encoder" and asked[name] != value:
+            sys.stderr.write(
+                f"note: tokenizer.{name} is {asked[name]!r} in the document, but the model was trained with "
+                f"{value!r}, which is used\n"
+            )
+    return load_tokenizer(TokenizerConfig.model_validate({**asked, **trained}), config.tokenizer_path)
 
 
 def refuse_other_model(config: RunConfig, card: Card, path: Path) -> None:

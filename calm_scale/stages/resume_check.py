@@ -13,7 +13,8 @@ from calm_scale.checkpoint.judge import newest
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
 from calm_scale.config.notes import TRAINED
-from calm_scale.stages.before_start import fingerprints
+from calm_scale.stages.before_start import fingerprints, manifest_of, split_of
+from calm_scale.stages.splits import as_prepared
 
 
 def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> int:
@@ -27,7 +28,9 @@ def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> in
     refused = False
     console = Console()
     for stage, card in cards.items():
-        diff = resume_diff(card, config.model_dump(mode="json"), stage, fingerprints(config, stage))
+        manifest = manifest_of(config, split_of(config, stage))
+        now = config if manifest is None else as_prepared(config, manifest)
+        diff = resume_diff(card, now.model_dump(mode="json"), stage, fingerprints(config, stage))
         stands = diff.refused(accept)
         refused = refused or bool(stands)
         table = Table(

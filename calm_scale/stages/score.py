@@ -12,7 +12,7 @@ from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.json_lines import given_texts, write_lines
 from calm_scale.stages.launch import lm_section
-from calm_scale.stages.model import open_model, refuse_spare_ranks
+from calm_scale.stages.model import open_model, refuse_spare_ranks, trained_tokenizer
 
 
 def run_scoring(
@@ -34,13 +34,12 @@ def run_scoring(
         ConfigError: no text can be scored.
     """
     from calm_scale.evaluation.energy import score_texts
-    from data_prep.tokenizer import load_tokenizer
 
     wanted = given_texts(texts, jsonl, "text")
-    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
     with joined("score", device=config.device) as departure:
         world = departure.world
         refuse_spare_ranks(world, tensor, "score")
+        tokenizer = trained_tokenizer(config, world, step)
         opened = open_model(config, world, step, tensor, tokenizer)
         ids = [[*tokenizer.before_document, *tokenizer.encode(text)] for text in wanted]
         reasons = [_unfit(config, len(tokens)) for tokens in ids]

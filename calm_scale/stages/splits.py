@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config.data import ENCODES, TokenizerConfig
 from data_prep.manifest import MANIFEST_NAME, Manifest
 from data_prep.reading import ShardDataset
 
@@ -68,6 +69,20 @@ def prepared_otherwise(config: RunConfig, manifest: Manifest) -> list[str]:
         ("tokenizer.add_eos", config.tokenizer.add_eos, manifest.add_eos),
     ]
     return [f"{key} is {ours}, the shards have {theirs}" for key, ours, theirs in pairs if ours != theirs]
+
+
+def as_prepared(config: RunConfig, manifest: Manifest) -> RunConfig:
+    """The run with the special tokens, the BOS/EOS policy and the encoder of its shards, whatever the document says.
+
+    A model goes on from texts as it was trained on them; the shards may have been prepared elsewhere (``data``).
+    """
+    stated = manifest.provenance.get("tokenizer", {})
+    settings = {name: stated[name] for name in ENCODES if name in stated}
+    if settings.get("encoder") == "auto":  # which gives the ids of any encoder
+        del settings["encoder"]
+    settings |= {"add_bos": manifest.add_bos, "add_eos": manifest.add_eos}
+    tokenizer = TokenizerConfig.model_validate({**config.tokenizer.model_dump(), **settings})
+    return config.model_copy(update={"tokenizer": tokenizer})
 
 
 def open_if_prepared(config: RunConfig, split: str, tokens_per_sample: int) -> ShardDataset | None:

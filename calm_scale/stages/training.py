@@ -17,6 +17,7 @@ from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World
 from calm_scale.stages.launch import Stage
 from calm_scale.stages.run_folder import store_config
+from calm_scale.stages.splits import as_prepared
 from calm_scale.training.attempt import device_name, open_attempt
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
 from calm_scale.training.claim import claimed
@@ -58,6 +59,7 @@ def run_loop(
     ``on_begin``: called on the first rank once it is settled that there is something to train.
     """
     folder = config.workdir / stage
+    config = as_prepared(config, train.manifest)
     config, interval = _with_save_interval(config, stage, world)
     training = saves.training_of(config, stage)
     with claimed(folder, world):

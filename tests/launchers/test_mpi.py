@@ -65,10 +65,15 @@ def test_ranks_know_themselves_and_hear_signals(number: signal.Signals, tmp_path
 
 def test_hosts_and_what_is_exported() -> None:
     assert parse_hosts("a:8, b") == [Host("a", 8), Host("b", 1)]
-    line = command(["x"], parse_hosts("a:8,b:8"), {"NCCL_DEBUG": "INFO", "SECRET": "1"})
+    line = command(
+        ["x"], parse_hosts("a:8,b:8"), {"NCCL_DEBUG": "INFO", "PYTHONSAFEPATH": "1", "SECRET": "1"}
+    )
     assert line[line.index("-n") + 1] == "16"
     assert line[line.index("--host") + 1] == "a:8,b:8"
     assert "NCCL_DEBUG" in line
+    assert "PYTHONSAFEPATH" in line, (
+        "ranks on other machines keep the current folder out of their imports too"
+    )
     assert "SECRET" not in line
 
 

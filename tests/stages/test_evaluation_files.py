@@ -33,7 +33,7 @@ CHAIN = torch.tensor([[0.8, 0.15, 0.05], [0.1, 0.7, 0.2], [0.3, 0.1, 0.6]])
 
 class _Split(list[Any]):
     fingerprint = "0123456789abcdef"
-    manifest = SimpleNamespace(bos_id=None, add_bos=False, pad_id=None)
+    manifest = SimpleNamespace(bos_id=None, add_bos=False, pad_id=None, tokenizer_fingerprint="tok")
 
 
 def _names(folder: Path) -> list[str]:

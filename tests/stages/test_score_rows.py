@@ -29,7 +29,7 @@ class _Uniform:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     tokenizer = SimpleNamespace(before_document=(0,), encode=lambda text: [1] * len(text))
-    monkeypatch.setattr("data_prep.tokenizer.load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(stage, "trained_tokenizer", lambda *_: tokenizer)
     monkeypatch.setattr(stage, "open_model", lambda *_: SimpleNamespace(model=_Uniform()))
     backbone = {"num_layers": 1, "hidden_size": 8, "ffn_size": 8, "num_heads": 2, "positions": 4}
     training = {"steps": 6, "global_batch": 8, "micro_batch": 4}
