@@ -25,16 +25,28 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # Handed to every host: who the ranks are, and the settings of the libraries under them.
 _EXPORTED = (
     "CALM_SCALE_",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
+    "CUBLAS_",
     "CUDA_",
+    "CUDNN_",
+    "DS_",
+    "FI_",
+    "GLOO_",
     "HF_",
+    "MKL_",
+    "NCCL_",
+    "NVTE_",
+    "OMP_",
+    "PYTORCH_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "TRITON_",
+    "UCX_",
     "WANDB_MODE",
     "PYTHONPATH",
     "PYTHONSAFEPATH",
     "PATH",
     "LD_LIBRARY_PATH",
+    *(name for proxy in ("http_proxy", "https_proxy", "no_proxy") for name in (proxy, proxy.upper())),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -65,11 +65,22 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override one key, e.g. --set lm.training.steps=100. Repeatable."
     ),
 ]
+
+
+def with_device(overrides: list[str] | None, device: str | None) -> list[str]:
+    """The overrides of a command, and what ``--device`` adds to them: the option wins."""
+    return [*(overrides or ()), *([f"device={device}"] if device else [])]
+
+
 RunFolder = Annotated[
     Path,
     typer.Argument(
         metavar="RUN", help="A run's folder (its `workdir`).", show_default=False, parser=user_path
     ),
+]
+UsedDevice = Annotated[
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option("--device", help="Where models run; the same as --set device=…", show_default=False),
 ]
 NumRanks = Annotated[
     int | None,

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, TensorParallel, output_file, user_path
+from calm_scale.cli.options import (
+    ConfigFile,
+    JsonFile,
+    Overrides,
+    TensorParallel,
+    UsedDevice,
+    output_file,
+    user_path,
+    with_device,
+)
 from calm_scale.config import RunConfig, load
 from calm_scale.config.outputs import refuse_same_file
 
@@ -42,10 +51,11 @@ def evaluate(
     coverage: Annotated[str | None, typer.Option("--coverage", help="first or all token offsets.")] = None,
     json: JsonFile = None,
     tensor_parallel: TensorParallel = None,
+    device: UsedDevice = None,
 ) -> None:
     """BrierLM on held-out text: four components, their intervals, and the protocol they depend on."""
     refuse_same_file({"--json": json}, {"CONFIG": config})
-    overrides = [*(set_ or ()), *([f"evaluation.coverage={coverage}"] if coverage else [])]
+    overrides = [*with_device(set_, device), *([f"evaluation.coverage={coverage}"] if coverage else [])]
     run = load(config, overrides)
     tensor = _in_ranks(run, tensor_parallel)
     from calm_scale.stages.evaluate import run_evaluation
@@ -70,10 +80,11 @@ def generate(
     out: LinesFile = None,
     step: Step = None,
     tensor_parallel: TensorParallel = None,
+    device: UsedDevice = None,
 ) -> None:
     """Sample text: likelihood-free temperature sampling (Algorithm 1 or 2), streamed to the terminal."""
     refuse_same_file({"--out": out}, {"CONFIG": config, "--jsonl": jsonl})
-    run = load(config, set_ or ())
+    run = load(config, with_device(set_, device))
     tensor = _in_ranks(run, tensor_parallel)
     from calm_scale.stages.generate import run_generation
 
@@ -93,12 +104,13 @@ def score(
     out: LinesFile = None,
     step: Step = None,
     tensor_parallel: TensorParallel = None,
+    device: UsedDevice = None,
 ) -> None:
     """Rank texts by their energy score under a model: likelihood-free, lower is better."""
     if not text and jsonl is None:
         raise typer.BadParameter("give --text or --jsonl")
     refuse_same_file({"--out": out}, {"CONFIG": config, "--jsonl": jsonl})
-    run = load(config, set_ or ())
+    run = load(config, with_device(set_, device))
     tensor = _in_ranks(run, tensor_parallel)
     from calm_scale.stages.score import run_scoring
 

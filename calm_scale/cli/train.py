@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, DryRun, NumRanks, Overrides
+from calm_scale.cli.options import ConfigFile, DryRun, NumRanks, Overrides, UsedDevice, with_device
 from calm_scale.config import load
 
 if TYPE_CHECKING:
@@ -50,13 +50,22 @@ def train_ae(
     config: ConfigFile,
     set_: Overrides = None,
     nproc: NumRanks = None,
+    device: UsedDevice = None,
     accept: Accept = None,
     resume_step: ResumeStep = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train the patch autoencoder under DeepSpeed ZeRO, then export it."""
     raise typer.Exit(
-        _train("autoencoder", config, set_ or [], nproc, accept or [], resume_step, dry_run=dry_run)
+        _train(
+            "autoencoder",
+            config,
+            with_device(set_, device),
+            nproc,
+            accept or [],
+            resume_step,
+            dry_run=dry_run,
+        )
     )
 
 
@@ -64,12 +73,15 @@ def train_lm(
     config: ConfigFile,
     set_: Overrides = None,
     nproc: NumRanks = None,
+    device: UsedDevice = None,
     accept: Accept = None,
     resume_step: ResumeStep = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train the language model (CALM or the autoregressive baseline) on Megatron-core."""
-    raise typer.Exit(_train("lm", config, set_ or [], nproc, accept or [], resume_step, dry_run=dry_run))
+    raise typer.Exit(
+        _train("lm", config, with_device(set_, device), nproc, accept or [], resume_step, dry_run=dry_run)
+    )
 
 
 def _train(

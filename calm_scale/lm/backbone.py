@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from calm_scale.config.lm import BackboneConfig
 from calm_scale.lm.attention import SdpaCoreAttention
 from calm_scale.lm.norms import RMSNorm
+from calm_scale.runtime.megatron import has_transformer_engine
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -37,9 +37,9 @@ def build_backbone(
         get_num_layers_to_build,
     )
 
-    spec = (
-        local_layer() if for_inference or not _has_transformer_engine(config) else transformer_engine_layer()
-    )
+    on_gpu = not config.use_cpu_initialization
+    fused = on_gpu and not for_inference and has_transformer_engine()
+    spec = transformer_engine_layer() if fused else local_layer()
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlock(
         config=config,
@@ -130,7 +130,3 @@ def core_attentions(backbone: TransformerBlock) -> list[SdpaCoreAttention]:
     if not all(isinstance(attention, SdpaCoreAttention) for attention in found):
         raise TypeError("these layers keep no key-value cache: build the model for inference")
     return found
-
-
-def _has_transformer_engine(config: TransformerConfig) -> bool:
-    return not config.use_cpu_initialization and importlib.util.find_spec("transformer_engine") is not None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
+import socket
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +19,13 @@ from calm_scale.config import ConfigError
 from calm_scale.config.lm import BackboneConfig
 from calm_scale.config.parallel import ParallelConfig
 from calm_scale.runtime import cuda_on_cpu
+from calm_scale.runtime.world import COLLECTIVE_SECONDS
+from launchers import environment
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+_TRANSFORMER_ENGINE = "transformer_engine"
 Precision = Literal["fp32", "bf16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -69,6 +76,7 @@ def initialize(parallel: ParallelConfig, world: Ranks) -> Layout:
     """
     _quiet()
     cuda_on_cpu.install()
+    has_transformer_engine()
     from megatron.core import parallel_state as state
 
     try:
@@ -84,6 +92,7 @@ def initialize(parallel: ParallelConfig, world: Ranks) -> Layout:
         virtual_pipeline_model_parallel_size=(
             parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
         ),
+        distributed_timeout_minutes=round(COLLECTIVE_SECONDS / 60),
         create_gloo_process_groups=False,
     )
     _seed_model_parallel()
@@ -98,6 +107,33 @@ def initialize(parallel: ParallelConfig, world: Ranks) -> Layout:
         data_group=state.get_data_parallel_group(),
         device=world.device,
     )
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be imported. Ask before Megatron is imported.
+
+    A broken one (built for another torch, a library missing) is named once per node and hidden from Megatron, which
+    would end with the same error.
+    """
+    if importlib.util.find_spec(_TRANSFORMER_ENGINE) is None:
+        return False
+    try:
+        importlib.import_module(f"{_TRANSFORMER_ENGINE}.pytorch")
+    except (
+        Exception
+    ) as error:  # whatever a foreign build raises: ImportError, OSError, RuntimeError, AssertionError
+        for name in [name for name in sys.modules if name.split(".")[0] == _TRANSFORMER_ENGINE]:
+            del sys.modules[name]
+        sys.modules[_TRANSFORMER_ENGINE] = None  # type: ignore[assignment]
+        if environment.facts().local_rank == 0:
+            sys.stderr.write(
+                f"Transformer Engine is installed on {socket.gethostname()} but cannot be imported "
+                f"({type(error).__name__}: {error}); its layers are replaced by slower ones. Install a build for torch "
+                f"{torch.__version__}, or uninstall it\n"
+            )
+        return False
+    return True
 
 
 def transformer_config(

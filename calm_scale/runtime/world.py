@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 Device = Literal["auto", "cpu", "cuda"]
+COLLECTIVE_SECONDS = 3600.0
+"""Limit of one collective of any group, whoever makes the group; a last resort above the watchdog's."""
 JOIN_SECONDS = 60.0
 """A rank that has not shown up by then is named; a wrong world size must not wait for ever."""
 
@@ -112,7 +114,7 @@ class World:
 
 def init_world(
     device: Device = "auto",
-    timeout_seconds: float = 3600.0,
+    timeout_seconds: float = COLLECTIVE_SECONDS,
     facts: RankFacts | None = None,
     join_seconds: float | None = None,
 ) -> World:
@@ -120,7 +122,7 @@ def init_world(
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto``: CUDA where there is a GPU. NCCL on CUDA, gloo on CPU.
-        timeout_seconds: limit of one collective, a last resort above the watchdog's.
+        timeout_seconds: limit of one collective.
         join_seconds: how long this rank waits for the others; default ``JOIN_SECONDS``.
         facts: who this process is; default what the launcher's environment says. Without a launcher: a world of one.
 

@@ -237,7 +237,8 @@ def _import_deepspeed(world: World) -> Any:
     """Import DeepSpeed for this world's device, quiet, with a process group it can reuse.
 
     DeepSpeed decides on its accelerator while it is imported and insists on ``LOCAL_RANK``. Its shared-memory
-    all-reduce is switched off: it would be compiled at start-up, and a CPU run must not need a compiler.
+    all-reduce on CPUs is switched off: it would be compiled at start-up, and a CPU run must not need a compiler. The
+    table of its other operations, which is filled by trying each with a compiler, is then never asked for.
     """
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
@@ -249,7 +250,8 @@ def _import_deepspeed(world: World) -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if world.device.type == "cpu":
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     return deepspeed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets
 from calm_scale.runtime.background import Background
 from calm_scale.runtime.megatron import Layout, Ranks, initialize
 from calm_scale.runtime.noise import Namespace
+from calm_scale.runtime.world import COLLECTIVE_SECONDS
 from calm_scale.training.engine import Batch, StepResult
 from calm_scale.training.megatron_optimizer import (
     MegatronOptimizer,
@@ -206,7 +208,7 @@ class MegatronEngine:
         """
         self._check_replicas_if_asked()
         if self._writers is None:
-            self._writers = dist.new_group(backend="gloo")
+            self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
         shards = snapshot(self.models, self.optimizer, self.layout)
         copied, values, group = (
             [self._staging.copy(s) for s in shards],

@@ -12,7 +12,7 @@ from calm_scale.config.parallel import ZeroConfig
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.world import World
 from calm_scale.training.deepspeed_config import deepspeed_config
-from calm_scale.training.deepspeed_engine import DeepSpeedEngine
+from calm_scale.training.deepspeed_engine import DeepSpeedEngine, _import_deepspeed
 
 
 def stage(**zero: object) -> AutoencoderStage:
@@ -72,3 +72,21 @@ def test_ranks_that_do_not_fit_are_refused_at_start(
     world = World(0, ranks, 0, ranks, torch.device("cpu"), "gloo")
     with pytest.raises(ConfigError, match=message):
         DeepSpeedEngine(stage(**zero), vocab_size=9, patch_size=1, seed=0, world=world)
+
+
+def test_no_operation_of_deepspeed_is_tried_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+    import torch.distributed as dist
+
+    def try_them() -> None:
+        raise AssertionError("the operations are tried")
+
+    monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", try_them, raising=False)
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    _import_deepspeed(World(0, 1, 0, 1, torch.device("cpu"), "gloo"))
+    from deepspeed.comm.torch import build_shm_op
+
+    assert build_shm_op() is None

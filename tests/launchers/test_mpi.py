@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,26 @@ def test_hosts_and_what_is_exported() -> None:
         "ranks on other machines keep the current folder out of their imports too"
     )
     assert "SECRET" not in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TRITON_CACHE_DIR",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "UCX_TLS",
+        "FI_PROVIDER",
+        "https_proxy",
+        "NO_PROXY",
+        "PYTHONSAFEPATH",
+    ],
+)
+def test_settings_of_the_libraries_reach_every_host(name: str) -> None:
+    line = command(["x"], parse_hosts("a:8,b:8"), {name: "1", "TORCHELASTIC_RUN_ID": "none", "SECRET": "1"})
+    assert [word for option, word in pairwise(line) if option == "-x"] == [name]
 
 
 @pytest.mark.parametrize("text", ["", "a:0", "a:x", ":4"])
