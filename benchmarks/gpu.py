@@ -1,8 +1,9 @@
-"""Loss, head and training step on one GPU: seconds, achieved TFLOP/s and MFU, one line ``name: value`` each.
+"""Device, loss, head and training step on one GPU: seconds, achieved TFLOP/s and MFU, one line ``name: value`` each.
 
     python benchmarks/gpu.py                                   # CALM-M, micro-batch 4
     python benchmarks/gpu.py --config configs/lm/calm-xl.yaml --micro-batch 1
     python benchmarks/gpu.py --set lm.head.num_posterior=200
+    python benchmarks/gpu.py --json measured.json              # then: calm-scale plan CONFIG --calibrate measured.json
     python benchmarks/gpu.py --dry-run                         # every line of it on a CPU, with tiny sizes
 
 Exits 2, saying so, where there is no CUDA device. What ``--dry-run`` prints are no figures.
@@ -11,6 +12,7 @@ Exits 2, saying so, where there is no CUDA device. What ``--dry-run`` prints are
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -22,6 +24,7 @@ import torch
 from calm_scale.accounting.costs import step_flops
 from calm_scale.accounting.utilization import utilization
 from calm_scale.config import RunConfig, load
+from calm_scale.config.outputs import write_output
 from calm_scale.lm.energy_score import energy_score
 from calm_scale.lm.heads import EnergyHead, build_head
 from calm_scale.runtime.noise import PositionNoise
@@ -50,6 +53,9 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--json", type=Path, help="write the device's rates for `calm-scale plan --calibrate`"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
     asked = parser.parse_args()
     if not asked.dry_run and not torch.cuda.is_available():
@@ -62,6 +68,11 @@ def main() -> int:
     sizes = TINY if asked.dry_run else ()
     config = load(asked.config, overrides=["name=gpu-benchmark", *batch, *sizes, *asked.set])
     print(f"device: {name_of(device)}")
+    measured = measure_device(device, tiny=asked.dry_run)
+    for name, value in measured.items():
+        print(f"{name}: {value:.4g}")
+    if asked.json is not None:
+        write_output(asked.json, json.dumps({"device": name_of(device), **measured}, indent=1) + "\n")
     measure_loss(config, device, asked.repeats)
     measure_head(config, device, asked.repeats)
     measure_step(config, device, asked.repeats)
@@ -71,6 +82,40 @@ def main() -> int:
 def name_of(device: torch.device) -> str:
     """The device as the table of peaks knows it."""
     return torch.cuda.get_device_name() if device.type == "cuda" else "CPU, tiny sizes: a dry run, no figures"
+
+
+def measure_device(device: torch.device, *, tiny: bool) -> dict[str, float]:
+    """Rates of large products, attention and copies, each run for seconds, so that the clock is that of a training."""
+    size, heads, length = (128, 2, 64) if tiny else (8192, 16, 2048)
+    kind = torch.float32 if tiny else torch.bfloat16
+    a, b = torch.randn(2, size, size, device=device, dtype=kind)
+    q, k, v = torch.randn(3, 4, heads, length, 128, device=device, dtype=kind).requires_grad_().unbind()
+    target = torch.empty_like(a)
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    pairs = 4 * heads * length * length / 2  # causal
+    works: dict[str, tuple[Callable[[], object], float]] = {
+        "products_per_second": (lambda: torch.mm(a, b), 2.0 * size**3),
+        "attention_per_second": (attend, 3.5 * 2 * 2 * pairs * 128),
+        "copy_bytes_per_second": (lambda: target.copy_(a), 2.0 * a.numel() * a.element_size()),
+    }
+    return {name: work / _sustained(call, device, tiny=tiny) for name, (call, work) in works.items()}
+
+
+def _sustained(call: Callable[[], object], device: torch.device, *, tiny: bool) -> float:
+    """Mean seconds of a call over a few seconds without a pause."""
+    until, calls = time.perf_counter() + (0.01 if tiny else 3.0), 0
+    call()
+    start = time.perf_counter()
+    while time.perf_counter() < until:
+        for _ in range(20):
+            call()
+        calls += 20
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
 
 
 def measure_loss(config: RunConfig, device: torch.device, repeats: int) -> None:

@@ -38,6 +38,7 @@ class Device:
         call_seconds: what a collective inside a node costs beside its bytes.
         dollars_per_hour: an assumption for cost columns, to be replaced by the site's own price.
         source: where the peak is from.
+        calibration: where the shares of the peak are from.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Device:
     call_seconds: float
     dollars_per_hour: float
     source: str
+    calibration: str = "fitted to published runs (docs/scale.md)"
 
 
 DEVICES: tuple[Device, ...] = (

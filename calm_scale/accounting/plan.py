@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from calm_scale.accounting import memory
 from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.costs import step_flops, tokens_per_step
-from calm_scale.accounting.hardware import Device, device
+from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.layout import PipelineBound, balance, pipeline_bound
 from calm_scale.accounting.memory import Memory
 from calm_scale.accounting.timing import StepTime, step_time
@@ -75,7 +75,7 @@ class Layout:
 
 
 def rank(
-    config: RunConfig, nodes: int, gpu: str, *, gpus_per_node: int = 8, efficiency: float | None = None
+    config: RunConfig, nodes: int, chip: Device, *, gpus_per_node: int = 8, efficiency: float | None = None
 ) -> list[Layout]:
     """Every legal layout, those that fit first, the fastest first. The first one is the plan's choice.
 
@@ -83,9 +83,8 @@ def rank(
 
     Raises:
         ConfigError: no layout divides the batch, the heads and the layers over that many ranks.
-        UnknownDeviceError: the gpu is not in the table.
     """
-    chip, world, work = device(gpu), nodes * gpus_per_node, step_flops(config)
+    world, work = nodes * gpus_per_node, step_flops(config)
     found = []
     for candidate, data_parallel in _candidates(config, world, gpus_per_node):
         layout = _evaluate(candidate, data_parallel, chip, gpus_per_node, efficiency, work)

@@ -47,7 +47,7 @@ ASSUMPTIONS = (
     "{network:.0f} GB/s per device between nodes, each per direction. The reduction of gradients hides behind the "
     "last micro-batch's backward pass; tensor-parallel collectives, transfers between stages and the gathering of "
     "weights do not. "
-    "Constants are fitted to published runs: docs/scale.md says which, and how far others are off."
+    "The device's shares are {calibration}; docs/scale.md says how far estimates are off."
 )
 
 
@@ -153,6 +153,7 @@ def assumptions(device: Device, efficiency: float | None, software: Software = O
         attention=at.attention / device.peak,
         link=device.link / 1e9,
         network=device.network / 1e9,
+        calibration=device.calibration,
     )
 
 

@@ -72,13 +72,30 @@ def plan(
     ] = 8,
     gpu: Annotated[str, typer.Option("--gpu", help="a100, h100, h200, b200, mi300x.")] = "h100",
     price: Annotated[float | None, amount("--price", "Dollars per GPU-hour.")] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Figures of this GPU, written by benchmarks/gpu.py --json.",
+            parser=user_path,
+        ),
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Layouts ranked, for one or more numbers of nodes: memory, bubble, step, days, cost; and the one to take."""
     from calm_scale.stages.plan import print_plan
 
-    refuse_same_file({"--json": json}, {"CONFIG": config})
+    refuse_same_file({"--json": json}, {"CONFIG": config, "--calibrate": calibrate})
     resolved = load(config, set_ or ())
     raise typer.Exit(
-        print_plan(resolved, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, price=price, json_file=json)
+        print_plan(
+            resolved,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            gpu=gpu,
+            price=price,
+            calibration=calibrate,
+            json_file=json,
+        )
     )

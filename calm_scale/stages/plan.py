@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from calm_scale.accounting.calibration import calibrated
+from calm_scale.accounting.hardware import device
 from calm_scale.accounting.report.build import emit
 from calm_scale.accounting.report.plan_sections import plan_document
 from calm_scale.accounting.report.scaling_sections import scaling_document
@@ -21,18 +23,25 @@ def print_plan(
     gpus_per_node: int,
     gpu: str,
     price: float | None = None,
+    calibration: Path | None = None,
     json_file: Path | None = None,
 ) -> int:
-    """Print the ranked layouts and the one to take; of several numbers of nodes the best of each first."""
+    """Print the ranked layouts and the one to take; of several numbers of nodes the best of each first.
+
+    Args:
+        calibration: what ``benchmarks/gpu.py --json`` measured on that gpu.
+    """
     lm_section(config)
-    counts = node_counts(nodes)
+    counts, chip = node_counts(nodes), device(gpu)
+    if calibration is not None:
+        chip = calibrated(chip, calibration)
     if len(counts) == 1:
         document = plan_document(
-            config, counts[0], gpu, gpus_per_node=gpus_per_node, dollars_per_device_hour=price
+            config, counts[0], chip, gpus_per_node=gpus_per_node, dollars_per_device_hour=price
         )
     else:
         document = scaling_document(
-            config, counts, gpu, gpus_per_node=gpus_per_node, dollars_per_device_hour=price
+            config, counts, chip, gpus_per_node=gpus_per_node, dollars_per_device_hour=price
         )
     emit(document, json_file=json_file)
     return EXIT_OK

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from calm_scale.accounting import memory, plan
-from calm_scale.accounting.hardware import UnknownDeviceError
+from calm_scale.accounting.hardware import UnknownDeviceError, device
 from calm_scale.accounting.presets import paper_model
 from calm_scale.accounting.report.plain import to_json, to_markdown
 from calm_scale.accounting.report.plan_sections import plan_document
@@ -27,7 +27,7 @@ BUILDER = Path(__file__).with_name("build_fake_ranks.py")
 
 
 def test_ranked_layouts_are_legal_and_sorted() -> None:
-    ranked = plan.rank(paper_model("CALM-XL"), 8, "h100")
+    ranked = plan.rank(paper_model("CALM-XL"), 8, device("h100"))
     fitting = [layout.time.total for layout in ranked if layout.fits]
     assert fitting == sorted(fitting)
     assert all(not later.fits for later in ranked[len(fitting) :])
@@ -40,7 +40,7 @@ def test_ranked_layouts_are_legal_and_sorted() -> None:
 
 
 def test_choice_can_be_selected_by_its_overrides() -> None:
-    best = plan.rank(load(CONFIGS / "lm" / "calm-l.yaml"), 2, "h200")[0]
+    best = plan.rank(load(CONFIGS / "lm" / "calm-l.yaml"), 2, device("h200"))[0]
     chosen = load(CONFIGS / "lm" / "calm-l.yaml", best.overrides)
     assert chosen.lm is not None and best.config.lm is not None
     assert chosen.lm.parallel == best.config.lm.parallel
@@ -52,26 +52,26 @@ def test_choice_can_be_selected_by_its_overrides() -> None:
 def test_every_gpu_and_size_in_under_five_seconds(gpu: str, nodes: int) -> None:
     config = load(CONFIGS / "lm" / "calm-7b.yaml")
     start = time.process_time()
-    ranked = plan.rank(config, nodes, gpu)
+    ranked = plan.rank(config, nodes, device(gpu))
     assert time.process_time() - start < 5
     assert ranked[0].fits
     assert 0 < ranked[0].mfu < 1
 
 
 def test_more_nodes_take_less_time() -> None:
-    days = [plan.rank(paper_model("CALM-XL"), nodes, "h100")[0].days for nodes in (1, 4, 16)]
+    days = [plan.rank(paper_model("CALM-XL"), nodes, device("h100"))[0].days for nodes in (1, 4, 16)]
     assert days == sorted(days, reverse=True)
 
 
 def test_what_does_not_fit_is_said_not_to_fit() -> None:
     config = load(CONFIGS / "lm" / "calm-7b.yaml")
-    ranked = plan.rank(config, 1, "a100-40gb", gpus_per_node=1)
+    ranked = plan.rank(config, 1, device("a100-40gb"), gpus_per_node=1)
     assert not any(layout.fits for layout in ranked)
-    assert "NO LAYOUT FITS" in to_markdown(plan_document(config, 1, "a100-40gb", gpus_per_node=1))
+    assert "NO LAYOUT FITS" in to_markdown(plan_document(config, 1, device("a100-40gb"), gpus_per_node=1))
 
 
 def test_recompute_only_where_needed() -> None:
-    for layout in plan.rank(load(CONFIGS / "lm" / "calm-7b.yaml"), 2, "h100"):
+    for layout in plan.rank(load(CONFIGS / "lm" / "calm-7b.yaml"), 2, device("h100")):
         assert layout.config.lm is not None
         if layout.config.lm.parallel.recompute == "full":
             parallel = layout.config.lm.parallel.model_copy(update={"recompute": "none"})
@@ -83,13 +83,13 @@ def test_recompute_only_where_needed() -> None:
 
 def test_errors_say_what_to_do() -> None:
     with pytest.raises(UnknownDeviceError, match="mi300x"):
-        plan.rank(paper_model("CALM-M"), 1, "v100")
+        plan.rank(paper_model("CALM-M"), 1, device("v100"))
     with pytest.raises(ConfigError, match="global_batch"):
-        plan.rank(paper_model("CALM-M"), 7, "h100", gpus_per_node=7)
+        plan.rank(paper_model("CALM-M"), 7, device("h100"), gpus_per_node=7)
 
 
 def test_document_has_choice_ranking_and_assumptions() -> None:
-    document = plan_document(paper_model("CALM-XL"), 8, "h100")
+    document = plan_document(paper_model("CALM-XL"), 8, device("h100"))
     found = json.loads(to_json(document))["sections"]
     assert set(found) == {"choice", "layouts", "assumptions"}
     assert found["layouts"]["tables"]["layouts"]["rows"][0]["fits"] == "yes"
@@ -104,7 +104,9 @@ def test_document_has_choice_ranking_and_assumptions() -> None:
 
 
 def test_every_stage_s_layers_and_share_stand_beside_its_memory() -> None:
-    document = plan_document(load(CONFIGS / "lm" / "calm-7b.yaml"), 1, "a100")  # chooses two pipeline stages
+    document = plan_document(
+        load(CONFIGS / "lm" / "calm-7b.yaml"), 1, device("a100")
+    )  # chooses two pipeline stages
     rows = json.loads(to_json(document))["sections"]["choice"]["tables"]["memory"]["rows"]
     layers = [sum(map(int, row["layers"].split("+"))) for row in rows]
     assert layers[0] > layers[1] > 0 and sum(layers) == 32  # the head stands on the last
@@ -114,7 +116,7 @@ def test_every_stage_s_layers_and_share_stand_beside_its_memory() -> None:
 def test_several_numbers_of_nodes_in_under_five_seconds() -> None:
     config = load(CONFIGS / "runs" / "calm-xl.yaml")
     start = time.process_time()
-    document = scaling_document(config, node_counts("1..64"), "h100")
+    document = scaling_document(config, node_counts("1..64"), device("h100"))
     assert time.process_time() - start < 5
     rows = json.loads(to_json(document))["sections"]["nodes"]["tables"]["nodes"]["rows"]
     assert [row["nodes"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
@@ -123,17 +125,17 @@ def test_several_numbers_of_nodes_in_under_five_seconds() -> None:
     cheapest = min(row["dollars"] for row in rows)
     larger = [row["dollars"] for row in rows if row["nodes"] > chosen[0]["nodes"]]
     assert chosen[0]["dollars"] <= 1.25 * cheapest < min(larger)
-    best = plan.rank(config, chosen[0]["nodes"], "h100")[0]
+    best = plan.rank(config, chosen[0]["nodes"], device("h100"))[0]
     assert chosen[0]["step"] == best.time.total
     assert "Select it with: " + " ".join(f"--set {x}" for x in best.overrides) in to_markdown(document)
 
 
 def test_numbers_of_nodes_without_a_layout_are_named_and_passed_over() -> None:
     small = paper_model("CALM-M")
-    text = to_markdown(scaling_document(small, [1, 7], "h100", gpus_per_node=7))
+    text = to_markdown(scaling_document(small, [1, 7], device("h100"), gpus_per_node=7))
     assert "7 nodes: no layout fits" in text
     with pytest.raises(ConfigError, match="global_batch"):
-        scaling_document(small, [7, 14], "h100", gpus_per_node=7)
+        scaling_document(small, [7, 14], device("h100"), gpus_per_node=7)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_chosen_layouts_construct_up_to_1024_ranks(tmp_path: Path) -> None:
     arguments: list[str] = []
     for name, (preset, nodes, min_pipeline) in cases.items():
         run = load(CONFIGS / "lm" / f"{preset}.yaml")
-        layouts = plan.rank(run, nodes, "h100")
+        layouts = plan.rank(run, nodes, device("h100"))
         chosen = next(x for x in layouts if x.config.lm and x.config.lm.parallel.pipeline >= min_pipeline)
         configs[name] = narrow(chosen, name)
         path = tmp_path / f"{name}.yaml"

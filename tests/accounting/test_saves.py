@@ -54,11 +54,11 @@ def test_limits_are_named(change: str, said: str, seconds: float | None) -> None
 
 
 def test_a_run_uses_the_number_that_the_plan_says() -> None:
-    best = plan.rank(load(XL), 8, "h100")[0]
+    best = plan.rank(load(XL), 8, device("h100"))[0]
     resolved = saves.with_interval(best.config, "lm", ranks=64, nodes=8, chip=device("h100"))
     steps = resolved.lm.training.checkpoint.interval if resolved.lm else None
     assert isinstance(steps, int)
-    assert f"every {steps:,} steps" in to_markdown(plan_document(load(XL), 8, "h100"))
+    assert f"every {steps:,} steps" in to_markdown(plan_document(load(XL), 8, device("h100")))
     # Resolving again, as a resumed run does from its stored document, changes nothing.
     assert saves.with_interval(resolved, "lm", ranks=8, nodes=1, chip=None) == resolved
 
@@ -77,10 +77,20 @@ def test_kept_steps_are_saved_whatever_the_interval() -> None:
     assert [step for step in range(1, 22) if config.is_due(step)] == [7, 10, 14, 20, 21]
 
 
-@pytest.mark.parametrize("value", [0, -1, True, "often", 2.5])
-def test_other_intervals_are_refused_once(value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"checkpoint\.interval`: steps between saves, 1 or more, or `auto`"
-    ) as error:
+STEPS = "steps between saves, 1 or more, or `auto`"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, STEPS),
+        (-1, STEPS),
+        ("often", STEPS),
+        (2.5, STEPS),
+        (True, "should be a number, not the truth value `true`"),
+    ],
+)
+def test_other_intervals_are_refused_once(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.interval`: " + message) as error:
         xl(f"lm.training.checkpoint.interval={value}")
     assert len(str(error.value).splitlines()) == 1

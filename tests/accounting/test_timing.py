@@ -95,7 +95,7 @@ def test_calls_across_more_nodes_cost_more() -> None:
 
 def test_xl_is_data_parallel_up_to_32_nodes() -> None:
     for nodes in (1, 2, 8, 32):
-        best = lm_of(plan.rank(paper_model("CALM-XL"), nodes, "h100")[0].config)
+        best = lm_of(plan.rank(paper_model("CALM-XL"), nodes, hardware.device("h100"))[0].config)
         assert (best.parallel.tensor, best.parallel.pipeline) == (1, 1), nodes
 
 

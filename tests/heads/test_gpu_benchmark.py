@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
-def test_a_dry_run_measures_loss_head_and_step():
+def test_a_dry_run_measures_device_loss_head_and_step(tmp_path: Path) -> None:
+    measured = tmp_path / "measured.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--dry-run", "--repeats", "1"],
+        [sys.executable, str(SCRIPT), "--dry-run", "--repeats", "1", "--json", str(measured)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -24,3 +26,7 @@ def test_a_dry_run_measures_loss_head_and_step():
     for name in ("energy_loss_torch_seconds", "head_seconds", "step_seconds", "step_tokens_per_s"):
         assert float(lines[name]) > 0
     assert lines["step_utilization"].startswith("MFU unavailable")
+    rates = json.loads(measured.read_text())
+    names = {"products_per_second", "attention_per_second", "copy_bytes_per_second"}
+    assert rates.keys() == {"device"} | names
+    assert all(rates[name] > 0 for name in names)

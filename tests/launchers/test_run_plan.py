@@ -148,7 +148,7 @@ def test_submit_takes_the_layout_of_the_plan_and_its_hours(tmp_path: Path) -> No
     """The advice of `plan`, submitted with the house's example profile, on a terminal of 80 columns."""
     house = Path(__file__).parents[2] / "configs"
     run, profile = house / "runs" / "calm-xl.yaml", house / "clusters" / "example.yaml"
-    best = plan.rank(load(run), 8, "h100")[0]
+    best = plan.rank(load(run), 8, device("h100"))[0]
     options = [part for item in (*best.overrides, f"workdir={tmp_path}/run") for part in ("--set", item)]
     command = ["submit", str(run), "--cluster", str(profile), "--dry-run", *options]
     said = CliRunner().invoke(app, command, env={"COLUMNS": "80"}, catch_exceptions=False).output

@@ -39,19 +39,18 @@ LAYOUT_NUMBERS = tuple(
 def plan_document(
     config: RunConfig,
     nodes: int,
-    gpu: str,
+    chip: hardware.Device,
     *,
     gpus_per_node: int = 8,
     efficiency: float | None = None,
     dollars_per_device_hour: float | None = None,
 ) -> Document:
-    """Layouts of ``config`` on ``nodes`` nodes of that gpu.
+    """Layouts of ``config`` on ``nodes`` nodes of that device.
 
     Raises:
-        ConfigError: no layout exists. UnknownDeviceError: the gpu is not in the table.
+        ConfigError: no layout exists.
     """
-    chip = hardware.device(gpu)
-    ranked = plan.rank(config, nodes, gpu, gpus_per_node=gpus_per_node, efficiency=efficiency)
+    ranked = plan.rank(config, nodes, chip, gpus_per_node=gpus_per_node, efficiency=efficiency)
     price = chip.dollars_per_hour if dollars_per_device_hour is None else dollars_per_device_hour
     best = ranked[0]
     return Document(

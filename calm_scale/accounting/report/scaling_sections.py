@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from calm_scale.accounting import hardware, plan, saves
+from calm_scale.accounting import plan, saves
 from calm_scale.accounting.backbone_model import lm_of
+from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.plan import Layout
 from calm_scale.accounting.report.document import Cell, Column, Document, Section, Table
 from calm_scale.accounting.report.plan_sections import (
@@ -43,7 +44,7 @@ _COLUMNS = (
 def scaling_document(
     config: RunConfig,
     counts: Sequence[int],
-    gpu: str,
+    chip: Device,
     *,
     gpus_per_node: int = 8,
     dollars_per_device_hour: float | None = None,
@@ -53,15 +54,14 @@ def scaling_document(
     Raises:
         ConfigError: no number of nodes has a layout.
     """
-    chip = hardware.device(gpu)
-    best, refused = _best(config, counts, gpu, gpus_per_node)
+    best, refused = _best(config, counts, chip, gpus_per_node)
     chosen = choose(best)
     price = 1.0 if dollars_per_device_hour is None else dollars_per_device_hour / chip.dollars_per_hour
     rows = tuple(_row(nodes, layout, chip, price, nodes == chosen) for nodes, layout in best.items())
     title = f"Best layout of each number of nodes of {gpus_per_node} {chip.key}"
     table = Table("nodes", title, _COLUMNS, rows)
     whole = plan_document(
-        config, chosen, gpu, gpus_per_node=gpus_per_node, dollars_per_device_hour=dollars_per_device_hour
+        config, chosen, chip, gpus_per_node=gpus_per_node, dollars_per_device_hour=dollars_per_device_hour
     )
     text = (_why(best, chosen), *(f"{nodes} nodes: {reason}" for nodes, reason in refused.items()))
     section = Section("nodes", "How many nodes", text, (table,))
@@ -82,14 +82,12 @@ def choose(best: dict[int, Layout]) -> int:
 
 
 def _best(
-    config: RunConfig, counts: Sequence[int], gpu: str, gpus_per_node: int
+    config: RunConfig, counts: Sequence[int], chip: Device, gpus_per_node: int
 ) -> tuple[dict[int, Layout], dict[int, str]]:
     best, refused = {}, {}
     for nodes in sorted(set(counts)):
         try:
-            best[nodes] = plan.rank(config, nodes, gpu, gpus_per_node=gpus_per_node)[0]
-        except hardware.UnknownDeviceError:
-            raise
+            best[nodes] = plan.rank(config, nodes, chip, gpus_per_node=gpus_per_node)[0]
         except ConfigError as error:
             refused[nodes] = str(error)
     if not best:
@@ -106,7 +104,7 @@ def _why(best: dict[int, Layout], chosen: int) -> str:
     )
 
 
-def _row(nodes: int, layout: Layout, chip: hardware.Device, price: float, chosen: bool) -> tuple[Cell, ...]:
+def _row(nodes: int, layout: Layout, chip: Device, price: float, chosen: bool) -> tuple[Cell, ...]:
     lm = lm_of(layout.config)
     ranks = layout.data_parallel * lm.parallel.model_parallel
     interval = lm.training.checkpoint.interval
