@@ -8,11 +8,12 @@ from typing import Literal
 
 from rich.table import Table
 
-from calm_scale.accounting import hardware
+from calm_scale.accounting import hardware, plan, saves
 from calm_scale.accounting.costs import run_totals
 from calm_scale.accounting.duration import training_time
 from calm_scale.accounting.report.document import bytes_text, seconds_text
-from calm_scale.config import CalmScaleError, RunConfig
+from calm_scale.accounting.report.plan_sections import layout_name
+from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.stages.disk_needs import DiskNeed, disk_rows
 from calm_scale.stages.dry_run import two_columns
 from data_prep.errors import TokenizerError
@@ -20,6 +21,9 @@ from data_prep.estimate import Estimate, estimate
 from data_prep.manifest import MANIFEST_NAME, Manifest
 from data_prep.tokenizer_spec import find_definition
 from launchers.slurm.layout import Stage, StageShape
+
+WORTH_SAYING = 1.05
+"""A run's own layout that is slower than the plan's by less than this is not mentioned."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +174,29 @@ def _hours(
         return []
     hours, devices = sum(t.hours for t in times.values()), sum(t.device_hours for t in times.values())
     parts = ", ".join(f"{stage} {time.hours:,.1f} h" for stage, time in times.items())
-    return [
+    rows = [
         (
             f"training on {chip.key}",
             f"{hours:,.1f} h, {devices:,.0f} GPU-hours: {parts} (estimate, see below)",
         )
     ]
+    if (shape := shapes.get("lm")) is not None and (faster := _faster_layout(config, shape, chip)):
+        rows.append(("a faster layout", faster))
+    return rows
+
+
+def _faster_layout(config: RunConfig, shape: StageShape, chip: hardware.Device) -> str:
+    """What `plan` would take on the same ranks, where the run's own layout is slower; empty where it is not."""
+    per_node = shape.num_tasks // shape.nodes
+    try:
+        best = plan.rank(config, shape.nodes, chip, gpus_per_node=per_node)[0]
+    except ConfigError:
+        return ""  # no layout of these ranks spreads the batch: nothing to compare with
+    own = saves.estimated_step(config, "lm", shape.num_tasks, shape.nodes, chip)
+    if not best.fits or own < WORTH_SAYING * best.time.total:
+        return ""
+    return (
+        f"`plan` would take {layout_name(best)}: {seconds_text(best.time.total)} a step, this run's layout "
+        f"{seconds_text(own)} ({own / best.time.total - 1:.0%} more); select it with "
+        + " ".join(f"--set {item}" for item in best.overrides)
+    )

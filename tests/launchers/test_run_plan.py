@@ -157,6 +157,20 @@ def test_submit_takes_the_layout_of_the_plan_and_its_hours(tmp_path: Path) -> No
     assert f"│ {24 * best.days:,.1f} h, " in said
     assert f"MFU {100 * best.mfu:.0f} %" in said
     assert "…" not in said
+    assert "a faster layout" not in said
+
+
+def test_submit_says_how_much_slower_a_layout_is_than_the_plans(tmp_path: Path) -> None:
+    house = Path(__file__).parents[2] / "configs"
+    run, profile = house / "runs" / "calm-xl.yaml", house / "clusters" / "example.yaml"
+    slow = ["lm.parallel.tensor=4", "lm.parallel.pipeline=2", "lm.parallel.data=8", f"workdir={tmp_path}/run"]
+    options = [part for item in slow for part in ("--set", item)]
+    command = ["submit", str(run), "--cluster", str(profile), "--dry-run", *options]
+    said = CliRunner().invoke(app, command, env={"COLUMNS": "600"}, catch_exceptions=False).output
+    row = next(line for line in said.splitlines() if "a faster layout" in line)
+    best = plan.rank(load(run, slow), 8, device("h100"))[0]
+    assert f"`plan` would take tp1 pp1 dp64: {1e3 * best.time.total:.0f} ms a step" in row
+    assert "% more); select it with --set lm.parallel.tensor=1" in row
 
 
 def test_a_profile_that_names_no_gpu_is_told_the_key(document: Path) -> None:
