@@ -209,7 +209,8 @@ def _samples(head: HeadConfig) -> int:
 
 def _attention(component: Component, share: Share, again: bool, at: Rates) -> KernelSeconds:
     forward = FLOPS_PER_MAC * component.forward * share.tokens / share.tensor
-    return KernelSeconds(products=forward * (1 + ATTENTION_BACKWARD + (1 if again else 0)) / at.attention)
+    backward = ATTENTION_BACKWARD * at.software.attention_backward
+    return KernelSeconds(products=forward * (1 + backward + (1 if again else 0)) / at.attention)
 
 
 def _energy_loss(component: Component, share: Share, at: Rates) -> KernelSeconds:

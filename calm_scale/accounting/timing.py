@@ -97,7 +97,7 @@ def step_time(
     Args:
         efficiency: share of the peak that large matrix products reach; the device's own where it is None.
     """
-    lm = lm_of(config)
+    lm, software = lm_of(config), software.for_run(config)
     parallel, passes = lm.parallel, lm.training.accumulation(data_parallel)
     held, traffic = stage_parameters(config), language_model(config, data_parallel)
     over = rings(parallel.tensor, data_parallel, parallel.pipeline, device, gpus_per_node)

@@ -76,7 +76,7 @@ class _TiedCrossEntropy(torch.autograd.Function):
                 if grad_hidden is None or grad_weight is None:
                     continue
                 grad = log_probs.exp_()
-                grad.scatter_add_(-1, target, torch.full_like(target, -1, dtype=wide))
+                grad.scatter_(-1, target, grad.gather(-1, target) - 1)
                 grad = grad.mul_(count.unsqueeze(-1)).to(product)
                 grad_hidden[part] = grad @ matrix
                 grad_weight += grad.t() @ inputs[part]

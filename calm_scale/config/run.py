@@ -22,6 +22,7 @@ class RunConfig(Section):
     model alike. An autoregressive baseline has ``patch_size: 1`` and ``lm.head.kind: softmax``.
 
     ``device``: ``auto`` takes GPUs where there are some, and where the job asked for some insists on them.
+    ``deterministic``: only kernels that add in a fixed order, on GPUs at some cost in time; see docs/checkpoints.md.
     ``join_minutes``: how long a training's rank waits for the others at the start; nodes may start minutes apart.
     """
 
@@ -29,6 +30,7 @@ class RunConfig(Section):
     workdir: Path = Path("runs/{name}")
     seed: Seed = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False
     join_minutes: float = Field(default=10.0, gt=0)
     vocab_size: int = Field(default=128_256, gt=1)
     patch_size: int = Field(default=4, gt=0)

@@ -189,6 +189,7 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=not on_cuda,
         calculate_per_token_loss=True,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         # Gloo sends from the tensor's storage while the overlapped schedule already goes on: it must stay alive.
         deallocate_pipeline_outputs=on_cuda or parallel.virtual_pipeline == 1,
         # Interleaved stages send activations and gradients to the same peer at once. A batched exchange matches

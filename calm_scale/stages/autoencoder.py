@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from calm_scale.config import RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.departure import joined
+from calm_scale.runtime.determinism import set_deterministic
 from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.world import World
@@ -34,6 +35,7 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
     tokens_per_sample = stage.patches * config.patch_size
     train = open_training_split(config, stage.split, tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
+    set_deterministic(config.deterministic)
     with joined(
         "autoencoder", config.workdir / "autoencoder", stage.training.stall_seconds, config.device
     ) as departure:

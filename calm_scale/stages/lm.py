@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.runtime.departure import joined
+from calm_scale.runtime.determinism import set_deterministic
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.readiness import make_ready
@@ -32,6 +33,7 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
     train = open_training_split(config, "train", tokens_per_sample)
     heldout = open_if_prepared(config, "heldout", tokens_per_sample)
     folder, limit = config.workdir / "lm", stage.training.stall_seconds
+    set_deterministic(config.deterministic)
     with joined("lm", folder, limit, config.device, config.join_minutes * 60) as departure:
         world = departure.world
         beat = departure.watchdog.beat

@@ -16,6 +16,9 @@ from calm_scale.accounting.components import linear
 from calm_scale.accounting.kernels import Share, product_seconds, rates
 from calm_scale.accounting.links import ring
 from calm_scale.accounting.presets import paper_model
+from calm_scale.accounting.report.build import Subject, build
+from calm_scale.accounting.report.plain import to_markdown
+from calm_scale.accounting.report.plan_sections import plan_document
 from calm_scale.accounting.software import FUSED, OURS, OURS_PLAIN
 from calm_scale.config import load
 
@@ -109,6 +112,21 @@ def test_parts_add_up_and_larger_micro_batches_cost_less_a_step() -> None:
         assert time.total == pytest.approx(sum(time.parts.values()))
         found.append(time.total)
     assert found == sorted(found, reverse=True)
+
+
+def test_deterministic_kernels_cost_time_in_attention_and_are_named() -> None:
+    config, h100 = paper_model("CALM-XL"), hardware.device("h100")
+    deterministic = config.model_copy(update={"deterministic": True})
+    usual, ordered = (timing.step_time(run, 64, h100, 8) for run in (config, deterministic))
+    assert 1.005 < ordered.compute / usual.compute < 1.6
+    assert (ordered.passes, ordered.tensor, ordered.optimizer) == (
+        usual.passes,
+        usual.tensor,
+        usual.optimizer,
+    )
+    for run, is_named in ((config, False), (deterministic, True)):
+        for document in (plan_document(run, 1, h100), build([Subject(run)])):
+            assert ("deterministic: true" in to_markdown(document)) is is_named
 
 
 def test_plain_kernels_are_slower() -> None:

@@ -58,6 +58,7 @@ CASES = [
     ("lm.training.steps=200", "lm.training.steps", "safe"),
     ("lm.training.checkpoint.interval=7", "lm.training.checkpoint.interval", "safe"),
     ("logging.interval=3", "logging.interval", "safe"),
+    ("deterministic=true", "deterministic", "safe"),
     ("lm.training.optimizer.lr=0.001", "lm.training.optimizer.lr", "results"),
     ("lm.training.global_batch=16", "lm.training.global_batch", "results"),
     ("lm.training.precision=fp32", "lm.training.precision", "results"),

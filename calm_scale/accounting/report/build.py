@@ -29,6 +29,7 @@ from calm_scale.accounting.report.plain import to_json, to_markdown
 from calm_scale.accounting.report.provenance import provenance_section
 from calm_scale.accounting.report.run_sections import Prices, run_section, scores_section
 from calm_scale.accounting.report.twin_section import twin_section
+from calm_scale.accounting.software import DETERMINISTIC_COST
 from calm_scale.accounting.twin import Comparison
 from calm_scale.config.outputs import write_output
 from calm_scale.config.run import RunConfig
@@ -126,6 +127,8 @@ def _distinct(subjects: Sequence[Subject]) -> list[Subject]:
 def _about(subject: Subject, twins: Mapping[str, Sequence[Comparison]], prices: Prices) -> list[Section]:
     config = subject.config
     found: list[Section] = []
+    if config.deterministic:
+        found.append(Section("deterministic", "Deterministic kernels", (DETERMINISTIC_COST,)))
     if subject.folder is not None:
         found.append(run_section(config, subject.folder, prices))
     if config.lm is not None:

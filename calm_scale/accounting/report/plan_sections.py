@@ -16,6 +16,7 @@ from calm_scale.accounting.report.document import (
     seconds_text,
 )
 from calm_scale.accounting.report.layout_sections import MEMORY_PARTS
+from calm_scale.accounting.software import DETERMINISTIC_COST
 from calm_scale.config.run import RunConfig
 
 SHOWN = 15
@@ -58,7 +59,7 @@ def plan_document(
         (
             _choice(best, nodes, chip, price / chip.dollars_per_hour),
             _ranking(ranked, price / chip.dollars_per_hour),
-            _assumptions(chip, efficiency, price, lm_of(config).training.checkpoint.node_mtbf_hours),
+            _assumptions(config, chip, efficiency, price),
         ),
     )
 
@@ -170,9 +171,11 @@ def _memory_table(layout: Layout) -> Table:
     )
 
 
-def _assumptions(chip: hardware.Device, efficiency: float | None, price: float, mtbf_hours: float) -> Section:
+def _assumptions(config: RunConfig, chip: hardware.Device, efficiency: float | None, price: float) -> Section:
+    mtbf_hours = lm_of(config).training.checkpoint.node_mtbf_hours
     text = (
         timing.assumptions(chip, efficiency),
+        *([DETERMINISTIC_COST] if config.deterministic else []),
         f"Peak {chip.peak / 1e12:g} TFLOP/s ({chip.source}). "
         f"{100 * plan.USABLE_MEMORY:.0f} % of {chip.memory / 1e9:g} GB usable. "
         f"${price:g} a device-hour, an assumption of this table. "
