@@ -113,7 +113,8 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
 
 
 def _check_alphabet(definition: dict[str, Any], file: Path) -> None:
-    """Refuse a vocabulary of bytes that lacks bytes of UTF-8 and has no unknown token: their text would be lost.
+    """Refuse a vocabulary without an unknown token that is not made of bytes, or lacks bytes of UTF-8: the encoder
+    leaves out what it does not know, without a word.
 
     Raises:
         TokenizerMistakeError: names the missing bytes.
@@ -121,12 +122,17 @@ def _check_alphabet(definition: dict[str, Any], file: Path) -> None:
     model = definition["model"]
     if model.get("unk_token") in model["vocab"]:
         return
-    if "'ByteLevel'" in str(definition.get("pre_tokenizer")):
+    if any("'ByteLevel'" in str(definition.get(part)) for part in ("pre_tokenizer", "normalizer")):
         names = byte_letters()
     elif model.get("byte_fallback"):
         names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
-    else:
+    elif model.get("type") == "WordPiece":  # which refuses a text with an unknown word itself
         return
+    else:
+        raise TokenizerMistakeError(
+            f"{file}: its vocabulary is made of characters and has neither an unknown token nor `byte_fallback`, so "
+            "other characters would be lost: use a byte-level tokenizer, or one with `unk_token`"
+        )
     in_utf8 = (*range(0xC0), *range(0xC2, 0xF5))
     missing = [f"0x{byte:02X}" for byte in in_utf8 if names[byte] not in model["vocab"]]
     if missing:

@@ -143,9 +143,10 @@ def init_world(
         torch.cuda.set_device(where)
     torch.set_num_threads(threads_per_rank(facts.local_world_size))
     backend = "nccl" if where.type == "cuda" else "gloo"
+    if facts.world_size > 1 or backend == "gloo":  # Megatron and DeepSpeed make a group of one rank too
+        environment.refuse_unknown_interface(os.environ)
     if facts.world_size == 1:
         return World(0, 1, facts.local_rank, 1, where, backend)
-    environment.refuse_unknown_interface(os.environ)
     _raise_file_limit(facts.world_size)
     control = _join(
         facts,

@@ -95,6 +95,10 @@ def _fall_back_on_missing_bytes(definition: dict[str, Any]) -> None:
     definition["model"]["byte_fallback"] = True
 
 
+def _know_characters_only(definition: dict[str, Any]) -> None:
+    definition["pre_tokenizer"] = {"type": "Whitespace"}
+
+
 def _misplace_id(definition: dict[str, Any]) -> None:
     definition["added_tokens"].append({"id": "7", "content": "<x>", "special": True})
 
@@ -105,6 +109,7 @@ def _misplace_id(definition: dict[str, Any]) -> None:
     [
         (_drop_bytes, r"byte alphabet is incomplete \(2 bytes missing: 0x00, 0x68\)"),
         (_fall_back_on_missing_bytes, r"byte alphabet is incomplete \(243 bytes missing: 0x00, 0x01.*…\)"),
+        (_know_characters_only, r"made of characters and has neither an unknown token nor `byte_fallback`"),
         (_forget_unknown, r"cannot encode a text with this tokenizer.*\[UNK\]"),
         (_misplace_id, "added_tokens holds an id that is no number"),
     ],

@@ -35,6 +35,14 @@ def test_a_world_of_one_needs_nothing() -> None:
     world.close()
 
 
+def test_an_interface_that_this_machine_lacks_is_named_to_a_rank_alone_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib77")
+    with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME=ib77: .* no network interface ib77"):
+        init_world(device="cpu", facts=alone())
+
+
 def test_threads_are_the_ranks_share_of_the_cores() -> None:
     cores = available_cores()
     assert threads_per_rank(1, {}) == cores
