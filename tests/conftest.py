@@ -6,10 +6,15 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from calm_scale.runtime.world import World
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -45,5 +50,46 @@ def run_ranks() -> Callable[..., list[RankEnded]]:
             for rank in ranks:
                 rank.kill()
         return [(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
+
+    return run
+
+
+class Shared:
+    """Two ranks as threads: what they tell each other."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = [None, None]
+        self.barrier = threading.Barrier(2, timeout=20)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+class ThreadWorld(World):
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self.control.exchange(self.rank, value)
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        return [max(pair) for pair in zip(*self.gather_objects(list(values)), strict=True)]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return self.gather_objects(value)[source]
+
+
+@pytest.fixture
+def on_two_ranks() -> Callable[[Callable[[World], object]], list[BaseException | None]]:
+    """Runs work on two ranks, threads of this process, and returns what each raised."""
+
+    def run(work: Callable[[World], object]) -> list[BaseException | None]:
+        import torch  # most tests go without
+
+        shared = Shared()
+        worlds = [ThreadWorld(rank, 2, rank, 2, torch.device("cpu"), "gloo", shared) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            return [future.exception() for future in [pool.submit(work, world) for world in worlds]]
 
     return run

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import DiskFullError, SaveError, is_disk_full
@@ -18,7 +18,7 @@ from calm_scale.checkpoint.files import checksum, sync_folder
 from calm_scale.checkpoint.judge import judge, summary
 from calm_scale.checkpoint.layout import CARD, SHARDS, TMP, folder_name
 from calm_scale.checkpoint.manifest import FileEntry, FileList, share_by_size
-from calm_scale.config.late_files import LateFileError
+from calm_scale.config.base import CalmScaleError
 from calm_scale.runtime.background import Background
 from calm_scale.runtime.late_files import files_under, see_alike
 
@@ -116,33 +116,36 @@ class Save:
 
     def _together(self) -> list[Any]:
         """Every rank's result, or one SaveError on every rank."""
-        try:
-            outcome: tuple[Any, str | None, bool] = (self._work.wait(), None, False)
-        except Exception as error:
-            outcome = (None, f"{type(error).__name__}: {error}".split("\n")[0], is_disk_full(error))
-        outcomes = self.world.gather_objects(outcome)
+        outcomes = self.world.everywhere(self._outcome)
         failed = [(rank, text, full) for rank, (_, text, full) in enumerate(outcomes) if text]
         if failed:
             self._fail([f"rank {rank}: {text}" for rank, text, _ in failed], any(full for *_, full in failed))
         return [result for result, _, _ in outcomes]
 
-    def _fail(self, faults: list[str], full: bool) -> None:
-        if self.world.is_first:
-            shutil.rmtree(self.tmp, ignore_errors=True)
-        self.world.barrier()
+    def _outcome(self) -> tuple[Any, str, bool]:
+        """This rank's result, or its fault (one line, and whether the disk is full)."""
+        try:
+            return self._work.wait(), "", False
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}".split("\n")[0], is_disk_full(error)
+
+    def _fail(self, faults: list[str], full: bool) -> NoReturn:
+        self.world.on_first(lambda: shutil.rmtree(self.tmp, ignore_errors=True))
         kind = DiskFullError if full else SaveError
         reason = "no space left on the disk" if full else "writing failed"
-        raise kind(
+        error = kind(
             f"step {self.step} not saved: {reason} ({summary(faults)}). "
             f"Nothing of it is left in {self.root}; older checkpoints are untouched"
         )
+        error.shared_from = 0
+        raise error
 
     def _start_listing(self) -> None:
         try:
             see_alike(self.world, self.tmp, lambda: files_under(self.tmp))
-        except LateFileError as error:
-            self._fail([str(error)], full=False)
-        names = self.world.broadcast_object(self._list() if self.world.is_first else None)
+            names = self.world.on_first(self._list)
+        except (CalmScaleError, OSError) as error:
+            self._fail([str(error)], is_disk_full(error))
         files = [FileEntry(name, size, "") for name, size in names]
         mine = share_by_size(files, self.world.rank, self.world.world_size)
         self.phase = "listing"

@@ -135,10 +135,9 @@ class CheckpointStore:
         signature = _signature(path)
         known = signature is not None and self._verified.get(path) == signature
         share = None if known or not entry.is_whole else (ranks.rank, ranks.world_size)
-        mine = _judge_if_there(entry, self.run_id, share)
-        everyone: list[tuple[State, str]] = ranks.gather_objects((mine.state, mine.reason))
-        state = max((state for state, _ in everyone), key=_SEVERITY.index)
-        reasons = sorted({reason for found, reason in everyone if found == state and reason})
+        everyone = ranks.everywhere(lambda: _judge_if_there(entry, self.run_id, share))
+        state = max((judged.state for judged in everyone), key=_SEVERITY.index)
+        reasons = sorted({judged.reason for judged in everyone if judged.state == state and judged.reason})
         if state not in ("damaged", "unfinished") and signature is not None:
             self._verified[path] = signature
         return replace(entry, state=state, reason=summary(reasons))
@@ -320,20 +319,15 @@ class CheckpointStore:
 
     def _on_first(self, work: Callable[[], T]) -> T:
         """The first rank's result on every rank; its error on every rank too."""
-        result: T | None = None
-        error: CheckpointError | None = None
-        if self.world.is_first:
+
+        def told() -> T:
             try:
-                result = work()
-            except CheckpointError as caught:
-                error = caught
-            except OSError as caught:
-                kind = DiskFullError if is_disk_full(caught) else CheckpointError
-                error = kind(f"{caught.filename or self.root}: {caught.strerror}")
-        result, error = self.world.broadcast_object((result, error))
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+                return work()
+            except OSError as error:
+                kind = DiskFullError if is_disk_full(error) else CheckpointError
+                raise kind(f"{error.filename or self.root}: {error.strerror}") from error
+
+        return self.world.on_first(told)
 
 
 def _remove_all(folders: list[Path]) -> None:

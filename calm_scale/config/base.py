@@ -15,10 +15,12 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 class CalmScaleError(Exception):
     """Base of every error meant for people; the command line prints its text without a traceback and ends with
-    ``exit_code``. ``may_pass``: whether the same command may succeed later or on another node, as it stands."""
+    ``exit_code``. ``may_pass``: whether the same command may succeed later or on another node, as it stands.
+    ``shared_from``: the rank on which it occurred, once every rank of the job has it."""
 
     exit_code: ClassVar[int] = EXIT_ERROR
     may_pass: ClassVar[bool] = False
+    shared_from: int | None = None
 
 
 class ConfigError(CalmScaleError, ValueError):

@@ -38,7 +38,9 @@ class Crew(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def gather_objects(self, value: Any) -> list[Any]: ...
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Every holder's result, on all of them; one's error too."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,17 @@ class Alone:
     rank: int = 0
     world_size: int = 1
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """``[value]``."""
-        return [value]
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """The one result."""
+        return [work()]
 
 
 @dataclass(frozen=True)
 class Teams:
     """A crew whose members are teams of ``tensor`` consecutive ranks, each team with one model split over it.
 
-    All ranks of a team score the same sequences and find the same numbers; its first rank's are gathered.
+    All ranks of a team score the same sequences and find the same numbers; its first rank's are gathered. An error is
+    raised at once on its own rank alone: the others of its team may wait for it inside a layer and could not be told.
     """
 
     ranks: Crew
@@ -73,9 +76,10 @@ class Teams:
         """Number of teams."""
         return self.ranks.world_size // self.tensor
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """One value a team, on every rank."""
-        return self.ranks.gather_objects(value)[:: self.tensor]
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """One result a team, on every rank."""
+        mine = work()
+        return self.ranks.everywhere(lambda: mine)[:: self.tensor]
 
 
 @dataclass(frozen=True)
@@ -120,23 +124,16 @@ def deal(indices: Sequence[int], crew: Crew) -> list[int]:
 
 def gather(work: Callable[[], list[T]], crew: Crew) -> list[T]:
     """Runs ``work`` on every rank and returns all ranks' items; a failure on one rank is raised on all of them."""
-    mine: list[T] = []
-    failure: Exception | None = None
-    try:
-        mine = work()
-    except Exception as error:
-        if isinstance(crew, Teams):
-            raise  # its team may be waiting for it inside a layer: nobody would come to exchange news
-        failure = error
-    everyone = crew.gather_objects(
-        (mine, None if failure is None else f"{type(failure).__name__}: {failure}")
-    )
-    if failure is not None:
-        raise failure
-    for rank, (_, problem) in enumerate(everyone):
-        if problem is not None:
-            raise EvaluationError(f"evaluation stopped because rank {rank} failed: {problem}")
-    return [item for items, _ in everyone for item in items]
+
+    def told() -> list[T]:
+        try:
+            return work()
+        except EvaluationError as error:
+            if crew.world_size == 1:
+                raise
+            raise EvaluationError(f"evaluation stopped because rank {crew.rank} failed: {error}") from error
+
+    return [item for items in crew.everywhere(told) for item in items]
 
 
 def _states(model: PatchModel, sequences: list[Tensor], alone: bool) -> list[Tensor]:

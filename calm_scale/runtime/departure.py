@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +28,8 @@ from launchers.errors import tell_job_script
 
 CLEAN_UP_SECONDS = 20.0
 """What a rank may take to end after its work or its failure: for the process groups, and for the rest."""
+SPEAK_SECONDS = 5.0
+"""How long the other ranks let the first one say what all of them end with, before whoever started them ends it."""
 FAILURES_FILE = "failures.jsonl"
 
 
@@ -53,6 +55,7 @@ class Departure:
     def failed(self, error: BaseException, step: int | None = None) -> None:
         """Print and record why this rank fails, at once and only once; its process ends in bounded time.
 
+        Of an error that all ranks share the first rank speaks, and the others leave after it with the same exit code.
         Alone, nothing waits for this rank: the error goes its normal way.
         """
         facts = environment.facts()
@@ -61,11 +64,19 @@ class Departure:
         self._told = True
         self.exit_code = error.exit_code if isinstance(error, CalmScaleError) else EXIT_ERROR
         _end_within(CLEAN_UP_SECONDS, self.exit_code)
+        shared_from = error.shared_from if isinstance(error, CalmScaleError) else None
+        if isinstance(error, CalmScaleError) and shared_from in (None, facts.rank):
+            tell_job_script(error)
+        if shared_from is None or facts.rank == 0:
+            self._tell(error, step, facts.rank if shared_from is None else shared_from)
+        if shared_from is not None:
+            _within(SPEAK_SECONDS, self.world.barrier)
+
+    def _tell(self, error: BaseException, step: int | None, rank: int) -> None:
         after = "" if step is None else f" after step {step}"
-        where = f"{self.what} rank {facts.rank}: failed in `{self.watchdog.operation_of(error)}`{after}"
+        where = f"{self.what} rank {rank}: failed in `{self.watchdog.operation_of(error)}`{after}"
         if isinstance(error, CalmScaleError):
             said = f"error: {error}\n"
-            tell_job_script(error)
         else:
             said = "".join(traceback.format_exception(error))
             said += f"{where}: {type(error).__name__}: {error}\n"
@@ -76,7 +87,7 @@ class Departure:
             row = {
                 "time": time.time(),
                 "stage": self.what,
-                "rank": facts.rank,
+                "rank": rank,
                 "step": step,
                 "operation": self.watchdog.operation_of(error),
                 "error": f"{type(error).__name__}: {error}",
@@ -134,15 +145,25 @@ def joined(
 
 def _close(world: World, departure: Departure) -> None:
     """Take the process groups down. Where that blocks, go on without, and see to it that the process ends."""
-    thread = threading.Thread(target=world.close, name="leaving", daemon=True)
-    thread.start()
-    thread.join(CLEAN_UP_SECONDS)
-    if thread.is_alive():
+    if not _within(CLEAN_UP_SECONDS, world.close):
         sys.stderr.write(
             f"{departure.what} rank {world.rank}: the process groups did not close within {CLEAN_UP_SECONDS:.0f} s; "
             "ending without\n"
         )
         _end_within(CLEAN_UP_SECONDS, departure.exit_code)
+
+
+def _within(seconds: float, work: Callable[[], object]) -> bool:
+    """Whether ``work`` came to an end in time; it goes on without us where it did not."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # another rank has gone already
+            work()
+
+    thread = threading.Thread(target=run, name="leaving", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _end_within(seconds: float, code: int) -> None:

@@ -22,7 +22,7 @@ def see_alike(world: World, folder: Path, look: Callable[[], set[str]]) -> None:
     """
     limit, started, told = wait_seconds(), time.monotonic(), False
     while True:
-        views = world.gather_objects((socket.gethostname(), look()))
+        views = world.everywhere(lambda: (socket.gethostname(), look()))
         everything = set[str]().union(*(seen for _, seen in views))
         late = sorted((name, rank) for rank, (_, seen) in enumerate(views) for name in everything - seen)
         if not late:

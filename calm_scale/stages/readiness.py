@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from calm_scale.config import CalmScaleError, ConfigError, RunConfig
+from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import ReadingConfig
 from calm_scale.config.wording import counted
 from data_prep.errors import ShardError
@@ -22,10 +21,8 @@ from data_prep.verify import shard_problems
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World
 
-T = TypeVar("T")
 AUTO_BYTES = 4e9
 """``reading.check: auto`` reads the shards through where that is at most so many bytes a rank."""
-_HEARTBEAT_SECONDS = 0.5
 
 
 def make_ready(
@@ -45,43 +42,11 @@ def make_ready(
         return dataset
     place = _local_place(config.reading.stage_to, dataset)
     copies = world.local_rank == 0
-    staged = together(
-        world, lambda: stage_split(dataset.split_dir.absolute(), place) if copies else None, beat
+    staged = world.everywhere(
+        lambda: stage_split(dataset.split_dir.absolute(), place) if copies else None, patience=beat
     )
     console.print(f"[data] {_report([s for s in staged if s is not None])}", markup=False)
     return ShardDataset(place, dataset.tokens_per_sample, partial=dataset.partial)
-
-
-def together(world: World, work: Callable[[], T], beat: Callable[[], object] = lambda: None) -> list[T]:
-    """Every rank's result, on every rank. However long one of them works, nobody runs into a collective's time limit.
-
-    Raises:
-        CalmScaleError: on every rank, as soon as one of them has failed.
-    """
-    result: list[T] = []
-    failure: list[CalmScaleError] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except CalmScaleError as error:
-            failure.append(error)
-        except Exception as error:
-            failure.append(CalmScaleError(f"rank {world.rank}: {type(error).__name__}: {error}"))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while True:
-        thread.join(_HEARTBEAT_SECONDS)
-        failed, busy = world.maximum([len(failure), int(thread.is_alive())])
-        beat()
-        if failed or not busy:
-            break
-    outcomes = world.gather_objects((result, failure))
-    for _, errors in outcomes:
-        if errors:
-            raise errors[0]
-    return [value for values, _ in outcomes for value in values]
 
 
 def _check(
@@ -103,7 +68,7 @@ def _check(
             if problems := shard_problems(dataset.split_dir, manifest, entry):
                 raise ShardError("\n".join(problems))
 
-    together(world, work, beat)
+    world.everywhere(work, patience=beat)
 
 
 def _local_place(stage_to: str, dataset: ShardDataset) -> Path:

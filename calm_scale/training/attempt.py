@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,20 +36,16 @@ class Attempt:
 
 def open_attempt(folder: Path, name: str, world: World) -> Attempt:
     """Looks up the run of a stage's folder (``<workdir>/lm``) and counts its earlier attempts. Every rank calls it."""
-    mine: Any = None
-    if world.is_first:
-        try:
-            book, record = folder / "ledger.jsonl", folder / "metrics.jsonl"
-            past = ledger.history(book)
-            reached = max(ledger.highest_step(past), metrics.highest_step(record))
-            number = max(ledger.next_attempt(past), metrics.next_attempt(record) if past.damaged else 0)
-            mine = (run_id(folder, name), number, reached, f"{book}: {past.damage}" if past.damage else "")
-        except Exception as error:
-            mine = error
-    found = world.broadcast_object(mine)
-    if isinstance(found, Exception):
-        raise found
-    return Attempt(folder, *found)
+
+    def look_up() -> Attempt:
+        book, record = folder / "ledger.jsonl", folder / "metrics.jsonl"
+        past = ledger.history(book)
+        reached = max(ledger.highest_step(past), metrics.highest_step(record))
+        number = max(ledger.next_attempt(past), metrics.next_attempt(record) if past.damaged else 0)
+        damage = f"{book}: {past.damage}" if past.damage else ""
+        return Attempt(folder, run_id(folder, name), number, reached, damage)
+
+    return world.on_first(look_up)
 
 
 @dataclass

@@ -32,15 +32,7 @@ def claimed(folder: Path, world: World, patience: float = PATIENCE_SECONDS) -> I
         FolderInUseError: another training still holds it after ``patience`` seconds; says which.
     """
     with contextlib.ExitStack() as held:
-        error: Exception | None = None
-        if world.is_first:
-            try:
-                _take(folder, patience, held)
-            except Exception as caught:  # raised on every rank
-                error = caught
-        error = world.broadcast_object(error)
-        if error is not None:
-            raise error
+        world.on_first(lambda: _take(folder, patience, held))
         yield
 
 

@@ -37,30 +37,27 @@ def resume(
         raise NothingToResumeError(
             f"asked for a fresh start, but {store.root} holds {found.path.name}. Move the folder away, or resume"
         )
-    diff = store.world.broadcast_object(  # one verdict: another node may not see the same tokenizer file
-        resume_diff(found.card, identity.config, identity.stage, identity.fingerprints)
-        if store.world.is_first
-        else None
+    diff = store.world.on_first(  # one verdict: another node may not see the same tokenizer file
+        lambda: resume_diff(found.card, identity.config, identity.stage, identity.fingerprints)
     )
     for change in diff.of("safe"):
         say(f"resuming with a changed field: {change}")
     diff.check(accept)
     for change in diff.of("results"):
         say(f"resuming with a changed field that changes results: {change}, accepted")
-    error: str | None = None
-    try:
-        engine.load(found.shards)
-    except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
-        cause: Exception | None = caught
-    else:
-        cause = None
-    if not store.world.agree(error is None):
-        reason = error or "another rank failed to load"
-        raise CheckpointError(f"{found.path} is whole, but the engine cannot load it: {reason}") from cause
+    store.world.everywhere(lambda: _load(engine, found))
     same = found.card.topology == identity.topology
     say(f"resumed at step {found.step} from {found.path.name}" + ("" if same else _layouts(found, identity)))
     return found
+
+
+def _load(engine: Engine, found: Found) -> None:
+    try:
+        engine.load(found.shards)
+    except Exception as error:
+        raise CheckpointError(
+            f"{found.path} is whole, but the engine cannot load it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def counters_of(found: Found | None) -> Counters:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, late_files
@@ -20,38 +17,7 @@ from calm_scale.config.late_files import LateFileError, wait_until_visible
 from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.world import World
 
-
-class Shared:
-    """Two ranks as threads; each looks into a folder of its own, which stands for its view of the shared one."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = [None, None]
-        self.barrier = threading.Barrier(2, timeout=20)
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self.values[rank] = value
-        self.barrier.wait()
-        found = list(self.values)
-        self.barrier.wait()
-        return found
-
-
-class ThreadWorld(World):
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self.control.exchange(self.rank, value)
-
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        return [max(pair) for pair in zip(*self.gather_objects(list(values)), strict=True)]
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return self.gather_objects(value)[source]
-
-
-def on_two_ranks(work: Callable[[World], object]) -> list[BaseException | None]:
-    shared = Shared()
-    worlds = [ThreadWorld(rank, 2, rank, 2, torch.device("cpu"), "gloo", shared) for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        return [future.exception() for future in [pool.submit(work, world) for world in worlds]]
+OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
 
 
 @pytest.fixture
@@ -65,7 +31,9 @@ def views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 @pytest.mark.parametrize("shown", ["", "wh"])
-def test_a_late_or_short_file_is_waited_for_by_all_ranks(views: list[Path], shown: str) -> None:
+def test_a_late_or_short_file_is_waited_for_by_all_ranks(
+    views: list[Path], shown: str, on_two_ranks: OnTwoRanks
+) -> None:
     if shown:
         (views[0] / "card.json").write_text(shown)
     timer = threading.Timer(0.4, lambda: (views[0] / "card.json").write_text("whole"))
@@ -76,7 +44,9 @@ def test_a_late_or_short_file_is_waited_for_by_all_ranks(views: list[Path], show
     assert time.monotonic() - begun >= 0.4
 
 
-def test_a_file_that_stays_invisible_ends_all_ranks_with_one_message(views: list[Path]) -> None:
+def test_a_file_that_stays_invisible_ends_all_ranks_with_one_message(
+    views: list[Path], on_two_ranks: OnTwoRanks
+) -> None:
     errors = on_two_ranks(lambda world: see_alike(world, views[0], lambda: files_under(views[world.rank])))
     assert [type(error) for error in errors] == [LateFileError] * 2
     assert str(errors[0]) == str(errors[1])
@@ -84,7 +54,7 @@ def test_a_file_that_stays_invisible_ends_all_ranks_with_one_message(views: list
     assert "sees it, rank 0 on " in str(errors[0])
 
 
-def test_what_no_rank_sees_is_not_waited_for(views: list[Path]) -> None:
+def test_what_no_rank_sees_is_not_waited_for(views: list[Path], on_two_ranks: OnTwoRanks) -> None:
     (views[1] / "card.json").unlink()
     begun = time.monotonic()
     errors = on_two_ranks(lambda world: see_alike(world, views[0], lambda: files_under(views[world.rank])))
@@ -113,6 +83,7 @@ def test_the_newest_step_that_any_rank_sees_is_waited_for_and_never_passed_over(
     store: CheckpointStore,
     save: Callable[..., Path],
     comes: bool,
+    on_two_ranks: OnTwoRanks,
 ) -> None:
     """Rank 0 sees step 200 late, or not at all."""
     monkeypatch.setenv(late_files.VARIABLE, "20" if comes else "1")

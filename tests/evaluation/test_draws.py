@@ -46,15 +46,15 @@ def test_ranks_draws_are_summed(markov):
     class Other:
         rank, world_size = 1, 2
 
-        def gather_objects(self, value):
-            self.said = value
-            return [([], None), value]
+        def everywhere(self, work):
+            self.said = work()
+            return [[], self.said]
 
     class First:
         rank, world_size = 0, 2
 
-        def gather_objects(self, value):
-            return [value, other.said]
+        def everywhere(self, work):
+            return [work(), other.said]
 
     model, config = tempered(law, num_candidates=7)
     alone = evaluate(model, sequences, config)

@@ -1,0 +1,163 @@
+"""Work that one rank's error must end on every rank: the same message, the same exit code, nobody left waiting.
+
+``World.on_first`` and ``World.everywhere`` are the calls.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from calm_scale.config.base import CalmScaleError, ConfigError
+from calm_scale.config.exit_codes import EXIT_USAGE
+
+T = TypeVar("T")
+HEARTBEAT_SECONDS = 0.5
+"""How often ranks that wait patiently tell each other that they are alive."""
+Beat = Callable[[], object]
+_Sent = tuple[bool, bytes]
+"""Whether it is an error, and the pickled error or list of results."""
+
+
+class Ranks(Protocol):
+    """All ranks of a job."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+    def maximum(self, values: Sequence[int]) -> list[int]: ...
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any: ...
+
+
+@dataclass
+class _Outcome(Generic[T]):
+    """What work has come to so far on this rank."""
+
+    results: list[T] = field(default_factory=list)
+    error: Exception | None = None
+
+    def run(self, work: Callable[[], T]) -> None:
+        try:
+            self.results.append(work())
+        except Exception as error:
+            self.error = error
+
+
+def everywhere(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Every rank's result in rank order, on every rank. Alone, an error goes its normal way.
+
+    Raises:
+        CalmScaleError: on every rank, the error of the lowest rank that failed; an unexpected one with the rank's
+            number, its traceback on that rank's stderr.
+    """
+    if ranks.world_size == 1:
+        return [work()]
+    mine = _Outcome[T]()
+    mine.run(work)
+    return _exchange(ranks, mine)
+
+
+def everywhere_patiently(ranks: Ranks, work: Callable[[], T], beat: Beat) -> list[T]:
+    """``everywhere`` for long work: it runs in a thread while the ranks call ``beat`` and keep in touch, so that no
+    collective runs into its time limit; every rank ends as soon as one has failed."""
+    return _exchange(ranks, _run_patiently(ranks, work, beat))
+
+
+def on_first(ranks: Ranks, work: Callable[[], T], patience: Beat | None) -> T:
+    """The first rank's result on every rank; raises as ``everywhere``. ``patience``: the beat of long work."""
+    if patience is not None:
+        mine = _run_patiently(ranks, work if ranks.rank == 0 else None, patience)
+    elif ranks.world_size == 1:
+        return work()
+    else:
+        mine = _Outcome()
+        if ranks.rank == 0:
+            mine.run(work)
+    if ranks.world_size == 1 and mine.error is not None:
+        raise mine.error
+    sent: _Sent = ranks.broadcast_object(_pack(mine, ranks.rank) if ranks.rank == 0 else None)
+    result: T = _unpack(ranks.rank, mine, [sent])[0]
+    return result
+
+
+def _run_patiently(ranks: Ranks, work: Callable[[], T] | None, beat: Beat) -> _Outcome[T]:
+    outcome = _Outcome[T]()
+    thread = threading.Thread(
+        target=outcome.run if work else lambda: None, args=(work,) if work else (), daemon=True
+    )
+    thread.start()
+    while True:
+        thread.join(HEARTBEAT_SECONDS if work else 0)
+        failed, busy = ranks.maximum([int(outcome.error is not None), int(thread.is_alive())])
+        beat()
+        if failed or not busy:
+            return outcome
+
+
+def _exchange(ranks: Ranks, mine: _Outcome[T]) -> list[T]:
+    if ranks.world_size == 1:
+        if mine.error is not None:
+            raise mine.error
+        return mine.results
+    return _unpack(ranks.rank, mine, ranks.gather_objects(_pack(mine, ranks.rank)))
+
+
+def _pack(outcome: _Outcome[T], rank: int) -> _Sent:
+    """Bytes that every rank can read, whatever the work returned or raised."""
+    if outcome.error is None:
+        try:
+            return False, pickle.dumps(outcome.results)
+        except Exception as error:
+            outcome.error = error
+    shared = _for_people(outcome.error, rank)
+    shared.shared_from = rank
+    if shared is not outcome.error:
+        shared.__cause__ = outcome.error
+        outcome.error = shared
+    return True, _pickled(shared)
+
+
+def _unpack(rank: int, mine: _Outcome[T], everyone: list[_Sent]) -> list[T]:
+    """All results; or the first error, on its own rank the very object with its cause."""
+    for failed, content in everyone:
+        if failed:
+            error: CalmScaleError = pickle.loads(content)
+            if error.shared_from != rank or mine.error is None:
+                raise error
+            if type(mine.error) is CalmScaleError and mine.error.__cause__ is not None:
+                sys.stderr.write("".join(traceback.format_exception(mine.error.__cause__)))
+            raise mine.error
+    return [result for _, content in everyone for result in pickle.loads(content)]
+
+
+def _for_people(error: Exception, rank: int) -> CalmScaleError:
+    if isinstance(error, CalmScaleError):
+        return error
+    return CalmScaleError(f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}")
+
+
+def _pickled(error: CalmScaleError) -> bytes:
+    """The error, or one of the same text and exit code where its class cannot be read back."""
+    try:
+        content = pickle.dumps(error)
+        copy = pickle.loads(content)
+        if type(copy) is type(error) and str(copy) == str(error):
+            return content
+    except Exception:
+        pass
+    kind = ConfigError if error.exit_code == EXIT_USAGE else CalmScaleError
+    plain = kind(str(error))
+    plain.shared_from = error.shared_from
+    return pickle.dumps(plain)
