@@ -162,7 +162,7 @@ def init_world(
     import torch
 
     facts = facts or environment.facts()
-    where = torch.device("cpu") if device == "cpu" else _device(device, facts)
+    where = torch.device("cpu") if device == "cpu" else choose_device(device, facts)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     torch.set_num_threads(threads_per_rank(facts.local_world_size))
@@ -183,7 +183,7 @@ def init_world(
     )
 
 
-def _device(wanted: Device, facts: RankFacts) -> torch.device:
+def choose_device(wanted: Device, facts: RankFacts) -> torch.device:
     """This rank's GPU, or the CPU where there is none and none was asked for."""
     import torch
 
@@ -194,7 +194,7 @@ def _device(wanted: Device, facts: RankFacts) -> torch.device:
         raise WorldError(
             f"{'device is cuda' if wanted == 'cuda' else f'the job asked for {asked} GPUs a node'}, but torch "
             f"{torch.__version__} (built for CUDA {torch.version.cuda or '-: a CPU build'}) can use none on "
-            f"{socket.gethostname()}. Driver: {_driver()}. CUDA_VISIBLE_DEVICES: "
+            f"{socket.gethostname()}. Driver: {nvidia_driver()}. CUDA_VISIBLE_DEVICES: "
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}. Install a torch build that this driver supports, or "
             "set device=cpu to train on the CPU"
         )
@@ -223,7 +223,7 @@ def _raise_file_limit(world_size: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _driver() -> str:
+def nvidia_driver() -> str:
     """The NVIDIA driver of this machine, from the kernel."""
     try:
         first_line = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]

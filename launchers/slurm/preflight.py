@@ -149,22 +149,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0, help="GPUs wanted on every node")
     parser.add_argument("--min-free-gigabytes", type=float, default=1.0)
     options = parser.parse_args(arguments)
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = own_name()
     report = probe(node, options.workdir, options.gpus, options.min_free_gigabytes)
-    _write(options.folder / f"node-{node}.json", report)
+    write_report(options.folder / f"node-{node}.json", report)
     if os.environ.get("SLURM_PROCID", "0") != "0":
         return 0
-    reports = _gather(options.folder, options.nodes)
-    found = judge(reports, _allocated())
+    reports = gather_reports(options.folder, "node-*.json", options.nodes)
+    return conclude(judge(reports, allocated_nodes()), options.folder)
+
+
+def conclude(found: Judgement, folder: Path) -> int:
+    """Say what a check found, and write it where the job script looks: ``bad``, ``check`` and ``late`` in ``folder``.
+
+    Returns the exit code of the check.
+    """
     for remark in found.remarks:
         sys.stderr.write(f"preflight: {remark}\n")
     for name, reason in sorted(found.bad.items()):
         sys.stderr.write(f"preflight: bad node {name}: {reason}\n")
     lines = [f"{name}\t{reason}" for name, reason in sorted(found.bad.items())]
-    _write_lines(options.folder / "bad", lines)
-    _write_lines(options.folder / "check", [found.fault] if found.fault else [])
+    _write_lines(folder / "bad", lines)
+    _write_lines(folder / "check", [found.fault] if found.fault else [])
     late = f"no answer within {WAIT_SECONDS:.0f} s from {', '.join(found.late)}"
-    _write_lines(options.folder / "late", [late] if found.late else [])
+    _write_lines(folder / "late", [late] if found.late else [])
     return 0 if found.is_fine else 1
 
 
@@ -205,7 +212,13 @@ def _one(values: Sequence[str]) -> str:
     return "+".join(sorted(set(values)))
 
 
-def _write(path: Path, report: NodeReport) -> None:
+def own_name() -> str:
+    """This node as SLURM calls it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def write_report(path: Path, report: NodeReport) -> None:
+    """Write a report whole, for ``gather_reports`` on the first task; a folder that cannot be written is said."""
     partial = path.with_suffix(".tmp")
     try:
         partial.write_text(json.dumps(asdict(report)))
@@ -214,16 +227,18 @@ def _write(path: Path, report: NodeReport) -> None:
         sys.stderr.write(f"preflight: {report.node} cannot write to {path.parent}: {error.strerror}\n")
 
 
-def _gather(folder: Path, expected: int) -> list[NodeReport]:
+def gather_reports(folder: Path, pattern: str, expected: int) -> list[NodeReport]:
+    """The reports under that name, as soon as ``expected`` are there; those there after ``WAIT_SECONDS``."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
-        reports = [NodeReport(**json.loads(path.read_text())) for path in sorted(folder.glob("node-*.json"))]
+        reports = [NodeReport(**json.loads(path.read_text())) for path in sorted(folder.glob(pattern))]
         if len(reports) >= expected or time.monotonic() > deadline:
             return reports
         time.sleep(0.2)
 
 
-def _allocated() -> list[str]:
+def allocated_nodes() -> list[str]:
+    """The nodes of this job."""
     from launchers.hostlist import expand
 
     nodes = os.environ.get("SLURM_JOB_NODELIST", "")

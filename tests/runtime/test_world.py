@@ -114,14 +114,14 @@ def test_the_only_visible_gpu_is_taken_where_each_task_sees_its_own(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     facts = replace(alone(), local_rank=3, local_world_size=4, launcher=launcher)
-    assert room._device("auto", facts) == torch.device("cuda", index)
+    assert room.choose_device("auto", facts) == torch.device("cuda", index)
 
 
 def test_two_ranks_of_the_local_launcher_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(WorldError, match=r"local rank 1 has no GPU.*device=cpu"):
-        room._device("auto", replace(alone(), local_rank=1, launcher="local"))
+        room.choose_device("auto", replace(alone(), local_rank=1, launcher="local"))
 
 
 def test_ranks_started_by_hand_say_what_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,3 +419,28 @@ def test_what_a_preflight_finds_decides_what_happens(
         assert "nvidia-smi was not found" in record.verdict("lm")
     if excluded:
         assert clients.calls("scontrol update JobId=77 ExcNodeList=n2")
+
+
+def test_gpus_are_tried_with_the_run_s_own_torch_before_it_trains(
+    clients: Clients, profile: Profile, make_run: MakeRun
+) -> None:
+    run = make_run("gpus")
+    cluster = plain(profile, preflight=True, gpus_per_node=2, cpus_per_node=8, stages={}, link_check=False)
+    script = script_of(run, cluster, "echo trains")
+    verdict = "4 of 4 nodes, n1 for one: torch 2.9 (built for CUDA 13.0) can use none"
+    clients.write(
+        "srun",
+        f"""case "$*" in
+*launchers.slurm.preflight*) ;;
+*calm_scale.runtime.device_check*) printf '{verdict}\\n' >"${{@: -1}}/check"; exit 1 ;;
+*) echo trains ;;
+esac""",
+    )
+    code, said = run_script(script, clients)
+    steps = clients.calls("srun")
+    assert len(steps) == 2, said
+    assert "--ntasks-per-node=2" in steps[1] and f"--config {run.workdir}" in steps[1]
+    assert [life.cause for life in RunRecord(run.workdir).attempts("lm")] == ["check"]
+    assert code == 1 and verdict in said and "trains" not in said
+    unchecked = submit(run, plain(profile, preflight=True, gpus_per_node=0), dry_run=True, stages=["lm"])
+    assert "device_check" not in unchecked.jobs[0].script.read_text()
