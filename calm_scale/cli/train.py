@@ -101,7 +101,7 @@ def _train(
         from calm_scale.stages.before_start import all_notes
         from calm_scale.stages.dry_run import dry_run as print_dry_run
 
-        return print_dry_run(config, stage, nproc, all_notes(config, path, overrides, stage))
+        return print_dry_run(config, stage, nproc, all_notes(config, path, overrides, stage), accept)
     code = launch.spawn_if_needed(nproc or launch.default_ranks(config, stage))
     if code is not None:
         return code

@@ -19,19 +19,28 @@ from calm_scale.config.training import TrainingConfig
 from calm_scale.config.wording import counted
 from calm_scale.stages.before_start import problems
 from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, lm_section
+from calm_scale.stages.resume_check import resume_refusals
 from calm_scale.stages.splits import open_training_split
 from data_prep.manifest import MANIFEST_NAME
 
 
-def dry_run(config: RunConfig, stage: Stage, num_ranks: int | None = None, notes: Sequence[str] = ()) -> int:
+def dry_run(
+    config: RunConfig,
+    stage: Stage,
+    num_ranks: int | None = None,
+    notes: Sequence[str] = (),
+    accept: Sequence[str] = (),
+) -> int:
     """Check the configuration (and what of its inputs is there) and print the plan of one stage, then ``notes``.
+
+    ``accept``: changed fields with which the newest checkpoint may be resumed.
 
     Raises:
         ConfigError: the stage would be refused.
     """
     console = Console()
     plan = stage_plan(config, stage, num_ranks or default_ranks(config, stage), chip=None)
-    if found := problems(config, (stage,)):
+    if found := problems(config, (stage,)) + resume_refusals(config, (stage,), accept):
         raise ConfigError("\n".join(found))
     console.print(plan)
     print_notes(console, notes)

@@ -1,4 +1,4 @@
-"""`config validate --resume RUN`: what resuming a run under this configuration would change. No torch."""
+"""May a run go on under this configuration? For `config validate --resume`, dry runs and `submit`. No torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from calm_scale.checkpoint.diff import WORDS, resume_diff
+from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.diff import WORDS, ResumeDiff, resume_diff
+from calm_scale.checkpoint.errors import ResumeRefusedError
 from calm_scale.checkpoint.judge import newest
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
-from calm_scale.config.notes import TRAINED
+from calm_scale.config.notes import TRAINED, Trained
 from calm_scale.stages.before_start import fingerprints, manifest_of, split_of
 from calm_scale.stages.splits import as_prepared
 
@@ -28,9 +30,7 @@ def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> in
     refused = False
     console = Console()
     for stage, card in cards.items():
-        manifest = manifest_of(config, split_of(config, stage))
-        now = config if manifest is None else as_prepared(config, manifest)
-        diff = resume_diff(card, now.model_dump(mode="json"), stage, fingerprints(config, stage))
+        diff = _diff(config, stage, card)
         stands = diff.refused(accept)
         refused = refused or bool(stands)
         table = Table(
@@ -46,3 +46,22 @@ def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> in
         console.print(table)
     console.print("This run may not resume like that." if refused else "This run may resume.")
     return EXIT_USAGE if refused else EXIT_OK
+
+
+def resume_refusals(config: RunConfig, stages: Sequence[str], accept: Sequence[str] = ()) -> list[str]:
+    """Why these stages would not go on from the newest checkpoints in the run's own folder."""
+    found = []
+    for stage in TRAINED:
+        entry = newest(config.workdir / stage / "checkpoints") if stage in stages else None
+        if entry is not None and entry.card is not None:
+            try:
+                _diff(config, stage, entry.card).check(accept)
+            except ResumeRefusedError as error:
+                found.append(f"{entry.path}: {error}")
+    return found
+
+
+def _diff(config: RunConfig, stage: Trained, card: Card) -> ResumeDiff:
+    manifest = manifest_of(config, split_of(config, stage))
+    now = config if manifest is None else as_prepared(config, manifest)
+    return resume_diff(card, now.model_dump(mode="json"), stage, fingerprints(config, stage))

@@ -17,6 +17,7 @@ from calm_scale.config.notes import notes as config_notes
 from calm_scale.stages.before_start import problems
 from calm_scale.stages.disk_needs import disk_needs, lack_of_space
 from calm_scale.stages.dry_run import print_notes, stage_plan
+from calm_scale.stages.resume_check import resume_refusals
 from calm_scale.stages.run_folder import runs_in
 from calm_scale.stages.run_plan import lack_of_tokenizer, look_at_text, run_plan
 from calm_scale.stages.sweep import Sweep
@@ -124,9 +125,10 @@ def _plan(
     num_runs = len(sweep.runs) if sweep is not None else 1
     console.print(run_plan(config, shapes, text, needs, chip, num_runs, _no_device(cluster)))
     refusals = [lack_of_space(needs), lack_of_tokenizer(config, text) if "prep" in shapes else ""]
-    refusals += problems(config, stages)
+    refusals += problems(config, stages) + resume_refusals(config, stages)
     if sweep is not None:
-        refusals += [line for run in sweep.runs for line in problems(run, sweep.own)]
+        for run in sweep.runs:
+            refusals += problems(run, sweep.own) + resume_refusals(run, sweep.own)
     refusals = list(dict.fromkeys(refusal for refusal in refusals if refusal))
     if refusals and not dry_run:
         raise ConfigError("\n".join(refusals))

@@ -84,15 +84,19 @@ def save(checkpoints: Path, step: int, settings: dict[str, float], rank: int) ->
 
 
 def write_checkpoint(checkpoints: Path, step: int) -> None:
-    """A complete checkpoint whose only file is its card: what the script asks for is judged by the program."""
+    """A complete checkpoint of the run whose only file is its card: the program judges it, also at a submission."""
     from calm_scale.checkpoint.card import Card, Counters
     from calm_scale.checkpoint.files import checksum
     from calm_scale.checkpoint.manifest import FileEntry, FileList
+    from calm_scale.config import load
 
     folder = checkpoints / f"step_{step:08d}.tmp"
     folder.mkdir(exist_ok=True)
-    names = {"stage": "lm", "run_id": "stand-in", "config_hash": "", "tokenizer_fingerprint": ""}
-    more = {"shards_fingerprint": "", "config": {}, "patch_size": 1, "vocab_size": 1}
+    run = load(Path(sys.argv[2]))
+    stage = checkpoints.parent.name
+    names = {"stage": stage, "run_id": "stand-in", "config_hash": "", "tokenizer_fingerprint": ""}
+    more = {"shards_fingerprint": "", "patch_size": run.patch_size, "vocab_size": run.vocab_size}
+    more["config"] = run.model_dump(mode="json")
     Card(**names, **more, created=time.time(), counters=Counters(steps=step)).write(folder)
     card = folder / "card.json"
     FileList((FileEntry(card.name, card.stat().st_size, checksum(card)),)).write(folder)

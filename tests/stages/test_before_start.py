@@ -104,5 +104,13 @@ def test_validation_and_training_ask_one_function_whether_a_run_may_go_on(folder
     text = said(*resume, code=2)
     assert "shards_fingerprint" in text
     assert "may not resume" in text
+    for look in LOOKS[1:]:
+        assert "shards_fingerprint" in said(*look, code=2), "dry runs and `submit` ask it too"
     shutil.rmtree("run/data")
     assert "This run may resume." in said(*resume), "a login node without the data compares the document"
+
+
+def test_a_dry_run_takes_the_changes_that_are_accepted(folder: Path) -> None:
+    look = ("train-lm", "tiny.yaml", "--dry-run", "--set", "lm.training.optimizer.weight_decay=0.3")
+    assert "--accept lm.training.optimizer.weight_decay" in said(*look, code=2)
+    said(*look, "--accept", "lm.training.optimizer.weight_decay")
