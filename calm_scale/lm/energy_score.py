@@ -9,6 +9,8 @@ in the same pass: memory does not grow with M.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, Literal, cast
 
 import torch
@@ -40,6 +42,7 @@ def energy_score(
         noise: keyed noise of these B·p positions; its ``posterior/*`` streams are used.
         num_posterior: M. alpha: exponent, 0 < α ≤ 2; strictly proper below 2, blind to everything but the mean at 2.
         backend: ``auto`` takes Triton on CUDA (not for fp64) and torch elsewhere. Their posterior draws differ.
+            A shape that the Triton kernel does not take goes to torch; a warning says so once.
 
     Returns:
         [B, p], fp32 (fp64 for fp64 samples). Where two points coincide the gradient of their distance is 0.
@@ -47,13 +50,27 @@ def energy_score(
     _check(samples, mean, log_std, noise, num_posterior, alpha)
     fused = samples.is_cuda and samples.dtype != torch.float64
     if backend == "triton" or (backend == "auto" and fused):
-        from calm_scale.lm.energy_score_triton import energy_score_triton
+        from calm_scale.lm.energy_score_triton import energy_score_triton, why_unsupported
 
-        return energy_score_triton(samples, mean, log_std, noise, num_posterior=num_posterior, alpha=alpha)
+        if (why := why_unsupported(samples, num_posterior)) is None:
+            return energy_score_triton(
+                samples, mean, log_std, noise, num_posterior=num_posterior, alpha=alpha
+            )
+        _warn_of_torch(why)
     wants_grad = torch.is_grad_enabled() and samples.requires_grad
     return cast(
         torch.Tensor,
         _EnergyScore.apply(samples, mean, log_std, noise, num_posterior, alpha, wants_grad),
+    )
+
+
+@functools.cache
+def _warn_of_torch(why: str) -> None:
+    """Says once a process and reason that the fused kernel is not used."""
+    logging.getLogger(__name__).warning(
+        "The Triton energy loss does not take this shape (%s). The torch backend computes it: the same loss, slower, "
+        "with other posterior draws",
+        why,
     )
 
 

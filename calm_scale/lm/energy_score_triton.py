@@ -3,6 +3,9 @@
 Loss and gradient are made together. The posterior noise comes from Philox, keyed by the position and counted by
 (draw, dimension): it lives in registers and is never stored. Distances are taken from differences, so nothing
 cancels near zero. The numbers are independent of the layout, like those of the torch backend, but not the same.
+
+Rounding is fixed here and not by the compiler: where a product and a sum are rounded once, the source says
+``tl.fma``, and the kernels are compiled with ``enable_fp_fusion=False``.
 """
 
 from __future__ import annotations
@@ -16,30 +19,88 @@ import triton.language as tl
 from calm_scale.runtime.noise import PositionNoise
 
 _MIN_SQUARED = tl.constexpr(1e-30)
+_MINUS_2_LN_2 = tl.constexpr(-1.3862943611198906)
+_NO_FUSION = {"enable_fp_fusion": False}
+_MAX_ELEMENTS = 8192
+"""Padded N · l of a program. Above it the tile needs more than 8 warps, whose registers it then does not fit in."""
+_MAX_COUNTER = 2**31
 
 
 @triton.jit
-def _power(squared, alpha, IS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """d^α and α·d^(α−2) from d²; the second is finite at 0, where the difference it weighs is 0."""
-    floored = tl.where(
-        squared < _MIN_SQUARED, _MIN_SQUARED, squared
-    )  # keeps NaN, which tl.maximum would hide
+def _sin_cos(w):  # type: ignore[no-untyped-def]
+    """sin(πw/2) and cos(πw/2) for |w| ≤ 1, each within 2e-7: minimax polynomials in w², no range reduction."""
+    t = w * w
+    s = tl.fma(t, 0.000151678531895, -0.00467415749626)
+    s = tl.fma(t, s, 0.0796899268668)
+    s = tl.fma(t, s, -0.645963761292)
+    s = tl.fma(t, s, 1.57079632009)
+    c = tl.fma(t, 0.000858190619027, -0.0208106275187)
+    c = tl.fma(t, c, 0.253650744635)
+    c = tl.fma(t, c, -1.23369821467)
+    c = tl.fma(t, c, 0.999999953467)
+    return w * s, c
+
+
+@triton.jit
+def _log2(x):  # type: ignore[no-untyped-def]
+    """log₂ of a normal positive x within 4e-7 of its value; the result for 0, infinity and NaN has no meaning."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) & -0x800000  # x = 2^exponent · (1 + f) with 1 + f in [√½, √2)
+    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    p = tl.fma(f, -0.145811778019, 0.234042398455)
+    p = tl.fma(f, p, -0.248876848981)
+    p = tl.fma(f, p, 0.287098695705)
+    p = tl.fma(f, p, -0.360239640571)
+    p = tl.fma(f, p, 0.480923242445)
+    p = tl.fma(f, p, -0.721352788051)
+    p = tl.fma(f, p, 1.44269496199)
+    return tl.fma(f, p, exponent.to(tl.float32) * 1.1920928955078125e-07)
+
+
+@triton.jit
+def _normal_pair(a, b):  # type: ignore[no-untyped-def]
+    """Box-Muller: two independent N(0, 1) from two independent uniform uint32.
+
+    The radius is √(−2 ln u) with u = (a + ½)/2³² in (0, 1]. The angle is πw with w = b/2³¹ in [−1, 1]; its sine
+    and cosine come from those of half the angle.
+    """
+    u = tl.fma(a.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
+    radius = tl.sqrt(tl.maximum(_log2(u) * _MINUS_2_LN_2, 0.0))
+    s, c = _sin_cos(b.to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10)
+    doubled = 2.0 * radius * s
+    return tl.fma(-doubled, s, radius), doubled * c
+
+
+@triton.jit
+def _normal_quad(key, counter):  # type: ignore[no-untyped-def]
+    """Four blocks of N(0, 1), a function of the position's key and the counter alone."""
+    a, b, c, d = tl.randint4x(key, counter)
+    e0, e1 = _normal_pair(a, b)
+    e2, e3 = _normal_pair(c, d)
+    return e0, e1, e2, e3
+
+
+@triton.jit
+def _power(squared, exponent, IS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """d^α and d^(α−2) from d², with exponent α/2 − 1; the second is finite at 0, and NaN stays NaN."""
+    floored = tl.maximum(squared, _MIN_SQUARED, propagate_nan=tl.PropagateNan.ALL)
     if IS_ONE:
-        root = tl.sqrt(floored)
-        value = root
-        weight = 1.0 / root
+        weight = tl.rsqrt(floored)
     else:
-        value = tl.exp2(tl.log2(floored) * (alpha * 0.5))
-        weight = alpha * value / floored
-    return tl.where(squared == 0, 0.0, value), weight
+        weight = tl.exp2(_log2(floored) * exponent)
+    return squared * weight, weight
 
 
 @triton.jit
-def _pull(y, point, live, alpha, IS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Σ_n ‖y_n − point‖^α over live rows and its gradient: y [N, l], point [l], live bool [N]."""
-    difference = tl.where(live[:, None], y - point[None, :], 0.0)
-    value, weight = _power(tl.sum(difference * difference, axis=1), alpha, IS_ONE)
-    return value, weight[:, None] * difference
+def _pull(  # type: ignore[no-untyped-def]
+    y, std, e, fit, grad, exponent, IS_ONE: tl.constexpr, WANTS_GRAD: tl.constexpr
+):
+    """Adds ‖y_n − σε‖^α of one draw to fit [N], and its gradient in y over α to grad [N, l]."""
+    difference = tl.fma(-std[None, :], e[None, :], y)
+    value, weight = _power(tl.sum(difference * difference, axis=1), exponent, IS_ONE)
+    if WANTS_GRAD:
+        grad = tl.fma(weight[:, None], difference, grad)
+    return fit + value, grad
 
 
 @triton.jit
@@ -58,6 +119,7 @@ def _energy_kernel(  # type: ignore[no-untyped-def]
     WANTS_GRAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
@@ -72,36 +134,34 @@ def _energy_kernel(  # type: ignore[no-untyped-def]
     y = tl.where(grid, y - mean[None, :], 0.0)
     key = tl.load(keys_ptr + row)
 
+    exponent = alpha * 0.5 - 1.0
     fit = tl.zeros((BLOCK_N,), dtype=tl.float32)
     grad = tl.zeros((BLOCK_N, BLOCK_L), dtype=tl.float32)
+    # Padded columns differ by 0 and padded rows are dropped at the end: nothing is masked in the loop.
+    full = num_posterior // 4
+    for quad in range(0, full):
+        e0, e1, e2, e3 = _normal_quad(key, quad * size + j)
+        for q in tl.range(0, 4, loop_unroll_factor=UNROLL):
+            e = tl.where(q < 2, tl.where(q == 0, e0, e1), tl.where(q == 2, e2, e3))
+            fit, grad = _pull(y, std, e, fit, grad, exponent, IS_ONE, WANTS_GRAD)
+    for left in range(0, num_posterior - full * 4):
+        e0, e1, e2, _ = _normal_quad(key, full * size + j)
+        e = tl.where(left == 0, e0, tl.where(left == 1, e1, e2))
+        fit, grad = _pull(y, std, e, fit, grad, exponent, IS_ONE, WANTS_GRAD)
     fit_factor = 2.0 / (num_samples * num_posterior)
-    for quad in range(0, (num_posterior + 3) // 4):
-        e0, e1, e2, e3 = tl.randn4x(key, quad * size + j)
-        for q in tl.static_range(4):
-            if q == 0:
-                e = e0
-            elif q == 1:
-                e = e1
-            elif q == 2:
-                e = e2
-            else:
-                e = e3
-            live = (n < num_samples) & (quad * 4 + q < num_posterior)
-            value, slope = _pull(y, std * e, live, alpha, IS_ONE)
-            fit += value
-            if WANTS_GRAD:
-                grad += slope
-    grad = grad * fit_factor
+    grad = grad * (fit_factor * alpha)
 
     spread = tl.zeros((BLOCK_N,), dtype=tl.float32)
     pair_factor = 1.0 / (num_samples * (num_samples - 1))
     for k in range(0, num_samples):
         other = tl.load(first + k * size + j, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _pull(y, tl.where(inside, other - mean, 0.0), n < num_samples, alpha, IS_ONE)
+        difference = y - tl.where(inside, other - mean, 0.0)[None, :]
+        value, weight = _power(tl.sum(difference * difference, axis=1), exponent, IS_ONE)
         spread += value
         if WANTS_GRAD:
-            grad -= 2.0 * pair_factor * slope
-    tl.store(loss_ptr + row, fit_factor * tl.sum(fit, axis=0) - pair_factor * tl.sum(spread, axis=0))
+            grad = tl.fma((weight * (-2.0 * pair_factor * alpha))[:, None], difference, grad)
+    terms = tl.where(n < num_samples, fit_factor * fit - pair_factor * spread, 0.0)
+    tl.store(loss_ptr + row, tl.sum(terms, axis=0))
     if WANTS_GRAD:
         tl.store(grad_ptr + row * num_samples * size + n[:, None] * size + j[None, :], grad, mask=grid)
 
@@ -112,7 +172,7 @@ def _noise_kernel(keys_ptr, out_ptr, size, num_posterior, BLOCK_L: tl.constexpr)
     j = tl.arange(0, BLOCK_L)
     key = tl.load(keys_ptr + row)
     for quad in range(0, (num_posterior + 3) // 4):
-        e0, e1, e2, e3 = tl.randn4x(key, quad * size + j)
+        e0, e1, e2, e3 = _normal_quad(key, quad * size + j)
         at = out_ptr + (row * num_posterior + quad * 4) * size + j
         draw = quad * 4 + tl.zeros_like(j)
         tl.store(at, e0, mask=j < size)
@@ -143,7 +203,8 @@ def posterior_noise(noise: PositionNoise, num_posterior: int, size: int) -> torc
     """The ε [B, p, M, l] that the kernel makes for itself, written out: for tests and inspection only."""
     keys = noise.row_keys("posterior")
     out = torch.empty(*keys.shape, num_posterior, size, device=keys.device)
-    _noise_kernel[(keys.numel(),)](keys, out, size, num_posterior, BLOCK_L=triton.next_power_of_2(size))
+    block = triton.next_power_of_2(size)
+    _noise_kernel[(keys.numel(),)](keys, out, size, num_posterior, BLOCK_L=block, **_NO_FUSION)
     return out
 
 
@@ -162,7 +223,6 @@ class _FusedEnergyScore(torch.autograd.Function):
         num_samples, size = samples.shape[-2:]
         loss = torch.empty(samples.shape[:-2], dtype=torch.float32, device=samples.device)
         grad = torch.empty(samples.shape if wants_grad else (1,), dtype=torch.float32, device=samples.device)
-        blocks = block_sizes(num_samples, size)
         _energy_kernel[(loss.numel(),)](
             samples.contiguous(),
             mean.contiguous(),
@@ -176,7 +236,7 @@ class _FusedEnergyScore(torch.autograd.Function):
             alpha,
             IS_ONE=alpha == 1.0,
             WANTS_GRAD=wants_grad,
-            **blocks,
+            **launch_options(num_samples, size),
         )
         ctx.grad = grad if wants_grad else None
         ctx.dtype = samples.dtype
@@ -188,8 +248,30 @@ class _FusedEnergyScore(torch.autograd.Function):
         return (ctx.grad * scale[..., None, None]).to(ctx.dtype), None, None, None, None, None, None
 
 
-def block_sizes(num_samples: int, size: int) -> dict[str, int]:
-    """Tile of a program: the [N, l] samples of a position, padded to powers of two, about 32 numbers a thread."""
+def launch_options(num_samples: int, size: int) -> dict[str, int]:
+    """Tile and compiler options of a program: the [N, l] samples of a position, padded to powers of two.
+
+    A thread holds up to 32 numbers of the tile. Full threads walk the four draws of a quad in a loop, since four copies
+    of its body need more registers than there are, and get up to 208 registers: left alone, ptxas spills some values
+    to fit one more program on a multiprocessor.
+    """
     block_n, block_l = triton.next_power_of_2(num_samples), triton.next_power_of_2(size)
-    num_warps = min(8, max(1, block_n * block_l // 1024))
-    return {"BLOCK_N": block_n, "BLOCK_L": block_l, "num_warps": num_warps}
+    tile = {"BLOCK_N": block_n, "BLOCK_L": block_l, "num_warps": max(1, block_n * block_l // 1024)}
+    full = block_n * block_l >= 1024
+    return {**tile, **({"UNROLL": 1, "maxnreg": 208} if full else {"UNROLL": 4}), **_NO_FUSION}
+
+
+def why_unsupported(samples: torch.Tensor, num_posterior: int) -> str | None:
+    """None where the kernel takes samples [B, p, N, l] with M draws; else why it does not."""
+    num_samples, size = samples.shape[-2:]
+    if samples.dtype == torch.float64:
+        return "its arithmetic is fp32 and the samples are fp64"
+    padded = triton.next_power_of_2(num_samples) * triton.next_power_of_2(size)
+    if padded > _MAX_ELEMENTS:
+        return (
+            f"num_samples {num_samples} × latent size {size}, each padded to a power of two, is {padded} numbers "
+            f"a position; it holds at most {_MAX_ELEMENTS}"
+        )
+    if num_posterior * size >= 4 * _MAX_COUNTER:
+        return f"num_posterior {num_posterior} × latent size {size} is more noise than its 32-bit counter numbers"
+    return None

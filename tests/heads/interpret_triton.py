@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from calm_scale.lm.energy_score import energy_score
-from calm_scale.lm.energy_score_triton import posterior_noise
+from calm_scale.lm.energy_score_triton import _log2, _normal_pair, _sin_cos, posterior_noise
 from calm_scale.runtime.noise import PositionNoise
+
+
+@triton.jit
+def _sin_cos_kernel(w_ptr, s_ptr, c_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s, c = _sin_cos(tl.load(w_ptr + at))
+    tl.store(s_ptr + at, s)
+    tl.store(c_ptr + at, c)
+
+
+@triton.jit
+def _log2_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, _log2(tl.load(x_ptr + at)))
+
+
+@triton.jit
+def _pair_kernel(a_ptr, b_ptr, first_ptr, second_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + at).to(tl.uint32, bitcast=True)
+    b = tl.load(b_ptr + at).to(tl.uint32, bitcast=True)
+    first, second = _normal_pair(a, b)
+    tl.store(first_ptr + at, first)
+    tl.store(second_ptr + at, second)
 
 
 def _literal(samples, z, alpha):
@@ -61,6 +87,62 @@ def _noise_is_normal_and_keyed():
     assert torch.equal(part, eps[1:, 2:5])
 
 
+def _noise_has_the_law_of_a_normal():
+    """Moments, tails and Kolmogorov-Smirnov of 2^18 draws; the four of a counter do not depend on each other."""
+    eps = posterior_noise(PositionNoise(3, 4, [0, 7], range(3, 5)), 16, 4096).double()
+    flat = eps.flatten()
+    count = flat.numel()
+    for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3), (6, 15)):
+        spread = {1: 1, 2: 2, 3: 15, 4: 96, 6: 10170}[power] ** 0.5 / count**0.5  # of the mean of x^power
+        assert abs(flat.pow(power).mean() - moment) < 4 * spread, power
+    expected = torch.special.ndtr(flat.sort().values)
+    ranks = torch.arange(count + 1, dtype=torch.float64) / count
+    distance = torch.maximum((expected - ranks[:-1]).max(), (ranks[1:] - expected).max())
+    assert distance < 1.95 / count**0.5  # exceeded by chance once in a thousand keys
+    beyond = (flat.abs() > 4).double().mean()
+    assert 1e-5 < beyond < 1.3e-4  # 6.3e-5 expected, 1.6e-5 standard deviation
+    of_counter = eps.view(4, 4, 4, 4096).transpose(2, 3).reshape(-1, 4).T
+    for values in (of_counter, of_counter.square(), of_counter.abs().log()):
+        assert (torch.corrcoef(values) - torch.eye(4)).abs().max() < 4 / (count / 4) ** 0.5
+
+
+def _the_smallest_and_largest_uniforms_give_finite_normals():
+    words = torch.tensor([0, 1, 2**30, 2**31 - 1, -(2**31), -(2**31) + 1, -2, -1], dtype=torch.int32)
+    a, b = (x.flatten().contiguous() for x in torch.meshgrid(words, words, indexing="ij"))
+    first, second = torch.empty(64), torch.empty(64)
+    _pair_kernel[(1,)](a, b, first, second, BLOCK=64)
+    u = ((a.double() % 2**32 + 0.5) / 2**32).float().double()
+    radius, angle = (-2 * u.log()).sqrt(), torch.pi * b.double() / 2**31
+    torch.testing.assert_close(first.double(), radius * angle.cos(), rtol=0, atol=4e-6)
+    torch.testing.assert_close(second.double(), radius * angle.sin(), rtol=0, atol=4e-6)
+
+
+def _sine_and_cosine_keep_their_bound():
+    """Numbers of [2^-16, 1] evenly by exponent, and 0; the polynomials are odd and even to the bit."""
+    block = 1 << 17
+    bits = torch.linspace(0x37800000, 0x3F800000, block, dtype=torch.float64).int()
+    bits[0] = 0
+    w = bits.view(torch.float32)
+    s, c = torch.empty_like(w), torch.empty_like(w)
+    _sin_cos_kernel[(1,)](w, s, c, BLOCK=block)
+    angle = w.double() * (torch.pi / 2)
+    for ours, exact in ((s, angle.sin()), (c, angle.cos())):
+        assert (ours.double() - exact).abs_().max() < 2e-7
+    torch.testing.assert_close(s.double(), angle.sin(), rtol=3e-7, atol=0)
+
+
+def _the_logarithm_keeps_its_bound():
+    block = 1 << 17
+    g = torch.Generator().manual_seed(0)
+    wide = torch.randint(0x00800000, 0x7F800000, (block,), generator=g)  # any normal positive number
+    near_one = torch.arange(0x3F800000 - block // 2, 0x3F800000 + block // 2)
+    for bits in (wide, near_one):
+        x = bits.int().view(torch.float32)
+        ours = torch.empty_like(x)
+        _log2_kernel[(1,)](x, ours, BLOCK=block)
+        torch.testing.assert_close(ours.double(), x.double().log2(), rtol=4e-7, atol=0)
+
+
 def _coincident_with_everything_is_finite(alpha):
     noise = PositionNoise(1, 2, [5], range(0, 2))
     samples = torch.zeros(1, 2, 3, 4, requires_grad=True)
@@ -90,7 +172,13 @@ if __name__ == "__main__":
         _coincident_with_everything_is_finite(alpha)
     _compare(3, 5, 6, 1.0)  # neither N, M nor l a power of two
     _compare(8, 21, 128, 1.0)
+    for left_over in (1, 2, 3, 4):
+        _compare(5, left_over, 9, 1.5)
     _compare(4, 6, 8, 1.0, torch.bfloat16)
     _noise_is_normal_and_keyed()
+    _noise_has_the_law_of_a_normal()
+    _the_smallest_and_largest_uniforms_give_finite_normals()
+    _sine_and_cosine_keep_their_bound()
+    _the_logarithm_keeps_its_bound()
     _a_bad_sample_is_not_hidden()
     print("interpreted kernels agree with float64")
