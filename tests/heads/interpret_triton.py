@@ -119,7 +119,7 @@ def _the_smallest_and_largest_uniforms_give_finite_normals():
 
 def _sine_and_cosine_keep_their_bound():
     """Numbers of [2^-16, 1] evenly by exponent, and 0; the polynomials are odd and even to the bit."""
-    block = 1 << 17
+    block = 1 << 20
     bits = torch.linspace(0x37800000, 0x3F800000, block, dtype=torch.float64).int()
     bits[0] = 0
     w = bits.view(torch.float32)
