@@ -6,10 +6,11 @@ import re
 import shlex
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from calm_scale.config.base import Section
-from calm_scale.config.values import NodePathText, PathText
+from calm_scale.config.container import ContainerConfig
+from calm_scale.config.values import Line, LinePath, NodePathText, one_line
 
 _TIME = re.compile(r"(?i)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -64,12 +65,6 @@ _SHORT = {
 }
 
 
-def _one_line(text: str) -> str:
-    if any(ord(char) < 32 for char in text):
-        raise ValueError("a value of a cluster profile is one line without control characters")
-    return text
-
-
 def _plain_number(value: object) -> object:
     """A whole number where a text belongs (minutes, a variable's value) is the text that a person writes for it."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -106,19 +101,9 @@ def _owned(word: str) -> str | None:
     return _SHORT.get(word[1:2]) if word.startswith("-") else None
 
 
-Line = Annotated[str, AfterValidator(_one_line)]
-LinePath = Annotated[PathText, AfterValidator(_one_line)]
-VariableValue = Annotated[NodePathText, BeforeValidator(_plain_number), AfterValidator(_one_line)]
+VariableValue = Annotated[NodePathText, BeforeValidator(_plain_number), AfterValidator(one_line)]
 Directive = Annotated[Line, AfterValidator(_directive)]
 TimeLimit = Annotated[str, BeforeValidator(_plain_number), AfterValidator(_time)]
-
-
-class ContainerConfig(Section):
-    """A container runtime for the job steps."""
-
-    runtime: Literal["pyxis", "apptainer"]
-    image: LinePath
-    mounts: tuple[LinePath, ...] = ()
 
 
 class StageResources(Section):
@@ -210,3 +195,11 @@ class ClusterConfig(Section):
                     f"{name} looks like a secret: job scripts are files; export it in the shell that submits instead"
                 )
         return environment
+
+    @model_validator(mode="after")
+    def _starts_in_the_container(self) -> ClusterConfig:
+        if self.container is not None and self.container.runtime == "pyxis" and self.mpi == "mpirun":
+            raise ValueError(
+                "mpi: mpirun starts its processes outside of a pyxis container; set mpi: pmix, or runtime: apptainer"
+            )
+        return self

@@ -73,6 +73,21 @@ NodePathText = Annotated[str, AfterValidator(expand_user)]
 """A text in which a node expands variables, or which is meant literally; ``~`` means the same as in a ``Path``."""
 
 
+def one_line(text: str) -> str:
+    """The text itself, for a place in a job script.
+
+    Raises:
+        ValueError: it has control characters, such as a line break.
+    """
+    if any(ord(char) < 32 for char in text):
+        raise ValueError("a value of a cluster profile is one line without control characters")
+    return text
+
+
+Line = Annotated[str, AfterValidator(one_line)]
+LinePath = Annotated[PathText, AfterValidator(one_line)]
+
+
 def _item_of(annotation: Any) -> Any:
     """X of ``tuple[X, ...]``, else None."""
     arguments = get_args(annotation)

@@ -22,6 +22,7 @@ from calm_scale.stages.run_folder import runs_in
 from calm_scale.stages.run_plan import lack_of_tokenizer, look_at_text, run_plan
 from calm_scale.stages.sweep import Sweep
 from launchers.slurm.cancel import cancel
+from launchers.slurm.container import unseen_paths
 from launchers.slurm.layout import Stage, StageShape, common_shape, stages_of
 from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import StageJob, Submission, submit, submit_sweep
@@ -129,6 +130,9 @@ def _plan(
     if sweep is not None:
         for run in sweep.runs:
             refusals += problems(run, sweep.own) + resume_refusals(run, sweep.own)
+    if cluster.container is not None:
+        for run in [config, *(sweep.runs if sweep is not None else ())]:
+            refusals += unseen_paths(run, cluster.container, Path.cwd())
     refusals = list(dict.fromkeys(refusal for refusal in refusals if refusal))
     if refusals and not dry_run:
         raise ConfigError("\n".join(refusals))

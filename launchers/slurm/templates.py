@@ -21,6 +21,7 @@ from calm_scale.config import ConfigError
 from calm_scale.config.cluster import ClusterConfig
 from launchers.errors import LaunchError
 from launchers.inherited import CLIENT_NAMESPACES, CLUSTER_VARIABLES, RANK_NAMESPACES
+from launchers.slurm.container import mounts_of
 from launchers.slurm.exclusions import EXCLUDE_SECONDS
 from launchers.slurm.layout import StageShape
 from launchers.slurm.notice import limit_seconds
@@ -77,7 +78,8 @@ def render(
         check_path(path)
     environment = _environment()
     container = cluster.container
-    mounts = _mounts(cluster, working_directory, runs)
+    folders = dict.fromkeys([working_directory, TEMPLATES, *(run.workdir for run in runs)])
+    mounts = mounts_of(container, list(folders)) if container else []
     values: dict[str, Any] = {
         "stage": shape.stage,
         "title": title,
@@ -89,6 +91,8 @@ def render(
         "runs": runs,
         "runs_eval_script": folder / "eval.sbatch",
         "python": cluster.python or ("python" if container else sys.executable),
+        "host_python": sys.executable if container else cluster.python or sys.executable,
+        "working_directory": working_directory,
         "shape": shape,
         "requeue": cluster.requeue,
         "keeps_clock": cluster.requeue.notice_seconds is None,
@@ -185,13 +189,6 @@ def check_path(path: Path) -> None:
     if found:
         shown = " ".join(repr(char) for char in found)
         raise ConfigError(f"{path}: sbatch cannot take {shown} in a path; choose another workdir")
-
-
-def _mounts(cluster: ClusterConfig, working_directory: Path, runs: Sequence[ScriptRun]) -> list[str]:
-    if cluster.container is None:
-        return []
-    own = dict.fromkeys([working_directory, TEMPLATES, *(run.workdir for run in runs)])
-    return [*cluster.container.mounts, *(f"{path}:{path}" for path in own)]
 
 
 def _environment() -> jinja2.Environment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -354,7 +355,7 @@ def test_an_evaluation_that_the_site_refuses_is_asked_for_three_times(
     clients: Clients, profile: Profile, make_run: MakeRun
 ) -> None:
     run = make_run("evals")
-    (run.workdir / "lm/checkpoints/step_00000004").mkdir(parents=True)
+    write_checkpoint(run.workdir / "lm/checkpoints", 4)
     clients.write("sbatch", "echo 'sbatch: error: Access denied' >&2; exit 1")
     work = "sleep 3"
     script = script_of(run, plain(profile, eval_each_checkpoint=True), work)
@@ -363,6 +364,17 @@ def test_an_evaluation_that_the_site_refuses_is_asked_for_three_times(
     assert code == 0
     assert len(clients.calls("sbatch")) == 3
     assert text.count("sbatch refused the evaluation of step 00000004: sbatch: error: Access denied") >= 1
+
+
+def write_checkpoint(folder: Path, step: int) -> None:
+    """A complete one, as the stand-in for a training writes it."""
+    spec = importlib.util.spec_from_file_location("stand_in", Path(__file__).parent / "stand_in.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder.mkdir(parents=True)
+    module.write_checkpoint(folder, step)
 
 
 def exclude(run: RunConfig, *entries: tuple[str, float, str]) -> RunRecord:
