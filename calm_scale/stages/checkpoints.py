@@ -86,7 +86,8 @@ def shards_of(checkpoint: Path) -> tuple[Card, Path]:
     """
     entry = verify(checkpoint)
     if entry.state not in ("complete", "foreign") or entry.card is None:
-        raise CalmScaleError(f"{checkpoint}: {entry.state}: {entry.reason}")
+        why = entry.reason if entry.state == "suspect" else f"{entry.state}: {entry.reason}"
+        raise CalmScaleError(f"{checkpoint}: {why}; take another step (`calm-scale ckpt ls` lists them)")
     return entry.card, checkpoint / SHARDS
 
 

@@ -10,16 +10,17 @@ import pytest
 from calm_scale.accounting.ledger import Event, append
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import NoSuchCheckpointError
-from calm_scale.checkpoint.judge import find, inventory, verify
+from calm_scale.checkpoint.judge import Entry, find, inventory, verify
 from calm_scale.checkpoint.retention import superfluous
 from calm_scale.checkpoint.status import stage_status
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.checkpoint.targets import resume_targets
-from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.checkpoint import CheckpointConfig
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.metrics import MetricsRecord
 from calm_scale.runtime.world import World
+from calm_scale.stages import checkpoints
 
 
 def rule(**values: object) -> CheckpointConfig:
@@ -144,3 +145,12 @@ def test_a_card_of_another_version_s_run_is_refused_with_its_version(card_of: Ca
         resume_targets(card)
     with pytest.raises(ConfigError, match=r"there/card.json: config: does not fit: "):
         card.described(RunConfig, folder=Path("there"))
+
+
+def test_a_suspect_checkpoint_is_not_exported_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Entry(Path("step_00000008"), 8, "suspect", "suspect: the last step was not finite")
+    monkeypatch.setattr(checkpoints, "verify", lambda _: entry)
+    with pytest.raises(
+        CalmScaleError, match=r"^step_00000008: suspect: the last step was not finite; take another"
+    ):
+        checkpoints.shards_of(entry.path)
