@@ -13,7 +13,7 @@ from calm_scale.config import RunConfig
 
 Verdict = Literal["same", "safe", "results", "forbidden"]
 
-WORDS: Mapping[Verdict, str] = {
+_WORDS: Mapping[Verdict, str] = {
     "same": "same",
     "safe": "safe to change: applied",
     "results": "changes results: needs --accept",
@@ -85,9 +85,15 @@ class FieldChange:
     verdict: Verdict
     reason: str = ""
 
-    def __str__(self) -> str:
-        why = f": {self.reason}" if self.reason else ""
-        return f"{self.field}: {self.old!r} → {self.new!r}  ({WORDS[self.verdict]}{why})"
+    def answer(self, accept: Iterable[str] = ()) -> str:
+        """The verdict in words, with its reason. ``accept``: the fields that were accepted."""
+        accepted = self.verdict == "results" and self.field in accept
+        words = "changes results: accepted" if accepted else _WORDS[self.verdict]
+        return f"{words}: {self.reason}" if self.reason else words
+
+    def text(self, accept: Iterable[str] = ()) -> str:
+        """The change and its verdict in one line."""
+        return f"{self.field}: {self.old!r} → {self.new!r}  ({self.answer(accept)})"
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class ResumeDiff:
         unknown = [field for field in accept if field not in {change.field for change in self.changes}]
         if not refused:
             return
-        lines = [f"  {change}" for change in refused]
+        lines = [f"  {change.text()}" for change in refused]
         hints = " ".join(f"--accept {change.field}" for change in refused if change.verdict == "results")
         if hints:
             lines.append(f"To go on with changed results: {hints}")

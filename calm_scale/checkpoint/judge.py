@@ -80,7 +80,7 @@ def judge(folder: Path, step: int, *, run_id: str | None = None, share: Share | 
         return Entry(folder, step, "damaged", str(error), size, age, False, card)
     faults = files.missing_or_cut(folder)
     if not faults and card.step != step:
-        faults = [f"the card says step {card.step}"]
+        faults = [f"its card.json is of step {card.step}; if the folder was renamed, rename it back"]
     if not faults and share is not None:
         faults = changed_contents(folder, files.share(*share))
     if faults:

@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "generate",
         epilog="Example: calm-scale generate configs/runs/calm-xl.yaml --prompt 'The sea' "
-        "--set generation.temperature=0.333",
+        "--set generation.temperature=1/3",
     )(generate)
 
     app.command(

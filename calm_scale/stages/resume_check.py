@@ -7,11 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from calm_scale.checkpoint.card import Card
-from calm_scale.checkpoint.diff import WORDS, ResumeDiff, resume_diff
+from calm_scale.checkpoint.diff import ResumeDiff, resume_diff
 from calm_scale.checkpoint.errors import ResumeRefusedError
-from calm_scale.checkpoint.judge import newest
+from calm_scale.checkpoint.judge import inventory, newest, resumable
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
 from calm_scale.config.notes import TRAINED, Trained
@@ -21,31 +22,41 @@ from calm_scale.stages.splits import as_prepared
 
 def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> int:
     """Print the field-by-field answer for every stage that has a checkpoint; 0 when all of them may resume."""
-    found = {stage: newest(run / stage / "checkpoints") for stage in TRAINED}
-    cards = {
-        stage: entry.card for stage, entry in found.items() if entry is not None and entry.card is not None
-    }
+    console = Console()
+    cards: dict[Trained, Card] = {}
+    for stage in TRAINED:
+        entries = inventory(run / stage / "checkpoints")
+        complete = resumable(entries)
+        if complete and complete[0].card is not None:
+            cards[stage] = complete[0].card
+            for entry in entries:
+                if entry.step > complete[0].step:
+                    line = f"{stage}: passed over {entry.path.name}: {entry.reason}"
+                    console.print(Text(line, style="yellow"), soft_wrap=True)
     if not cards:
         raise ConfigError(f"{run}: holds no complete checkpoint of the autoencoder or the language model")
     refused = False
-    console = Console()
     for stage, card in cards.items():
         diff = _diff(config, stage, card)
-        stands = diff.refused(accept)
-        refused = refused or bool(stands)
-        table = Table(
-            title=f"{stage} at step {card.step}: {diff.num_same} fields the same", title_justify="left"
+        refused = refused or bool(diff.refused(accept))
+        console.print(
+            f"{stage} at step {card.step}: {diff.num_same} fields the same, {len(diff.changes) or 'none'} changed",
+            soft_wrap=True,
+            highlight=False,
         )
-        for heading in ("field", "checkpoint", "now", "verdict"):
-            table.add_column(heading, overflow="fold")
-        for change in diff.changes:
-            accepted = change.verdict == "results" and change not in stands
-            verdict = "changes results: accepted" if accepted else WORDS[change.verdict]
-            verdict += f": {change.reason}" if change.reason else ""
-            table.add_row(change.field, repr(change.old), repr(change.new), verdict)
-        console.print(table)
-    console.print("This run may not resume like that." if refused else "This run may resume.")
+        if diff.changes:
+            console.print(_changes(diff, accept))
+    console.print("This run cannot resume with these changes." if refused else "This run may resume.")
     return EXIT_USAGE if refused else EXIT_OK
+
+
+def _changes(diff: ResumeDiff, accept: Sequence[str]) -> Table:
+    table = Table()
+    for heading in ("field", "checkpoint", "now", "verdict"):
+        table.add_column(heading, overflow="fold")
+    for change in diff.changes:
+        table.add_row(change.field, repr(change.old), repr(change.new), change.answer(accept))
+    return table
 
 
 def resume_refusals(config: RunConfig, stages: Sequence[str], accept: Sequence[str] = ()) -> list[str]:

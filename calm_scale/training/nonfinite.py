@@ -13,6 +13,11 @@ from calm_scale.config.exit_codes import EXIT_NONFINITE
 from calm_scale.config.training import TrainingConfig
 from calm_scale.training.engine import StepResult
 
+_ADVICE = (
+    "Change what made the run diverge (learning rate, clipping, data), then start it again: it goes on from the newest "
+    "checkpoint before these steps"
+)
+
 
 class NonFiniteError(CalmScaleError):
     """The run stopped because its numbers are no longer finite; nothing of that is resumed unasked."""
@@ -75,10 +80,10 @@ class NonFiniteGuard:
         self.skipped_steps += 1
         self.consecutive += 1
         if self.config.on_nonfinite == "stop":
-            raise NonFiniteError(f"{what}: not finite; training.on_nonfinite is `stop`")
+            raise NonFiniteError(f"{what}: not finite, and training.on_nonfinite is `stop`. {_ADVICE}")
         if self.consecutive >= self.config.max_nonfinite_steps:
             raise NonFiniteError(
-                f"{what}: {self.consecutive} steps in a row were not finite (training.max_nonfinite_steps)"
+                f"{what}: {self.consecutive} steps in a row were not finite (training.max_nonfinite_steps). {_ADVICE}"
             )
         return f"{what}: not finite, update skipped on all ranks ({self.skipped_steps} so far)"
 

@@ -41,10 +41,10 @@ def resume(
         lambda: resume_diff(found.card, identity.config, identity.stage, identity.fingerprints)
     )
     for change in diff.of("safe"):
-        say(f"resuming with a changed field: {change}")
+        say(f"resuming with a changed field: {change.text()}")
     diff.check(accept)
     for change in diff.of("results"):
-        say(f"resuming with a changed field that changes results: {change}, accepted")
+        say(f"resuming with a changed field: {change.text(accept)}")
     store.world.everywhere(lambda: _load(engine, found))
     same = found.card.topology == identity.topology
     say(f"resumed at step {found.step} from {found.path.name}" + ("" if same else _layouts(found, identity)))

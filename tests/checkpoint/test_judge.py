@@ -85,11 +85,13 @@ def test_renaming_a_checkpoint_makes_it_damaged_for_everyone(stage: Stage) -> No
     (stage.root / "step_00000005").rename(stage.root / "step_00000009")
     assert [(e.step, e.state, e.reason) for e in inventory(stage.root, deep=True)] == [
         (3, "complete", ""),
-        (9, "damaged", "the card says step 5"),
+        (9, "damaged", "its card.json is of step 5; if the folder was renamed, rename it back"),
     ]
     found = stage.store().newest()
     assert found is not None and found.step == 3
-    assert found.passed_over == ("step_00000009: the card says step 5",)
+    assert found.passed_over == (
+        "step_00000009: its card.json is of step 5; if the folder was renamed, rename it back",
+    )
     assert verify(stage.root / "step_00000009").state == "damaged"
     assert verify_checkpoint(stage.root / "step_00000009") == EXIT_ERROR
     assert stage_status(stage.folder).checkpoint_step == 3

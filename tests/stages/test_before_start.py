@@ -103,7 +103,7 @@ def test_validation_and_training_ask_one_function_whether_a_run_may_go_on(folder
     shutil.copytree("run/data/heldout", "run/data/train")
     text = said(*resume, code=2)
     assert "shards_fingerprint" in text
-    assert "may not resume" in text
+    assert "cannot resume with these changes" in text
     for look in LOOKS[1:]:
         assert "shards_fingerprint" in said(*look, code=2), "dry runs and `submit` ask it too"
     shutil.rmtree("run/data")

@@ -98,8 +98,8 @@ def _page(
     ]
     page: str = environment.get_template("report.html.j2").render(
         headline=(
-            f"Text became shards, shards an autoencoder, and its latents a CALM with K = {config.patch_size}: "
-            f"{results.layouts[0]} up to step {results.resumed_at}, then {results.layouts[-1]}."
+            f"Text was prepared as token shards. They trained an autoencoder with K = {config.patch_size}, then a CALM "
+            f"on its latents: as {results.layouts[0]} up to step {results.resumed_at}, then as {results.layouts[-1]}."
         ),
         result_rows=rows_of(results, seconds),
         curves=_curves(results),
@@ -111,7 +111,7 @@ def _page(
         samples=results.samples,
         samples_note=(
             f"Algorithm 2, T = {config.generation.temperature}, N = {config.generation.num_candidates}. "
-            "A model of this size after minutes of training writes no sense; the pipeline behind it is the real one."
+            "A model of this size does not write sense after minutes of training; the pipeline is the real one."
         ),
         files=_files(folder),
         commands=commands,
