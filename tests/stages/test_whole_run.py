@@ -170,7 +170,7 @@ def test_resume_check_tells_safe_from_forbidden(trained: TinyRun) -> None:
     refused = trained(
         "config", "validate", name, "--resume", run, "--set", "lm.training.optimizer.lr=1e-3", expect=2
     )
-    assert "may not resume" in refused.out
+    assert "cannot resume with these changes" in refused.out
     accepted = ["--set", "lm.training.optimizer.lr=1e-3", "--accept", "lm.training.optimizer.lr"]
     assert "may resume" in trained("config", "validate", name, "--resume", run, *accepted).out
     forbidden = trained(
