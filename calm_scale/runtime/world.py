@@ -172,6 +172,8 @@ def init_world(
     if facts.world_size == 1:
         return World(0, 1, facts.local_rank, 1, where, backend)
     _raise_file_limit(facts.world_size)
+    if backend == "nccl":  # gloo then only carries control and saves, which need connections to few ranks
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     control = _join(
         facts,
         backend,

@@ -148,3 +148,17 @@ def test_the_limit_on_open_files_is_raised_for_the_ranks_or_named(monkeypatch: p
     assert given == [(2560, 4096)]
     with pytest.raises(WorldError, match=r"2048 ranks need 4608 open files each.* 4096 \(`ulimit -Hn`\)"):
         room._raise_file_limit(2048)
+
+
+@pytest.mark.parametrize(("kind", "lazy"), [("cuda", "1"), ("cpu", None)])
+def test_gloo_beside_nccl_connects_only_ranks_that_talk(
+    kind: str, lazy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(room, "choose_device", lambda *_: torch.device(kind))
+    monkeypatch.setattr(room, "_join", lambda *_: seen.append(os.environ.get("TORCH_GLOO_LAZY_INIT")))
+    init_world(facts=replace(alone(), world_size=2, launcher="slurm"))
+    assert seen == [lazy]
