@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from calm_scale.config.exit_codes import EXIT_REQUEUE
+from calm_scale.config.terminal import survive_any_output
 from launchers.claims import MARK
 from launchers.cores import cores_per_rank
 from launchers.environment import refuse_unknown_interface
@@ -231,4 +232,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    survive_any_output()
     sys.exit(main())

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from calm_scale.config.terminal import survive_any_output
 from launchers.claims import MARK
 from launchers.environment import ALLOW_LOOPBACK, MASTER_ADDRESS, MASTER_PORT
 from launchers.errors import LaunchError
@@ -171,4 +172,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    survive_any_output()
     sys.exit(main())

@@ -102,3 +102,11 @@ def test_settings_of_the_libraries_reach_every_host(name: str) -> None:
 def test_malformed_hosts_are_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="NAME"):
         parse_hosts(text)
+
+
+@pytest.mark.parametrize("module", ["launchers.mpi", "launchers.local"])
+def test_help_is_printed_in_any_encoding(module: str) -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", module, "--help"], env=env, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"the command, after --" in done.stdout
