@@ -23,6 +23,7 @@ _MINUS_2_LN_2 = tl.constexpr(-1.3862943611198906)
 _NO_FUSION = {"enable_fp_fusion": False}
 _MAX_ELEMENTS = 8192
 """Padded N · l of a program. Above it the tile needs more than 8 warps, whose registers it then does not fit in."""
+_MAX_SIZE = 2048
 _MAX_COUNTER = 2**31
 
 
@@ -251,12 +252,16 @@ class _FusedEnergyScore(torch.autograd.Function):
 def launch_options(num_samples: int, size: int) -> dict[str, int]:
     """Tile and compiler options of a program: the [N, l] samples of a position, padded to powers of two.
 
-    A thread holds up to 32 numbers of the tile. Full threads walk the four draws of a quad in a loop, since four copies
-    of its body need more registers than there are, and get up to 208 registers: left alone, ptxas spills some values
-    to fit one more program on a multiprocessor.
+    A thread holds up to 32 numbers of the tile, of up to 8 columns. Full threads walk the four draws of a quad in a
+    loop, since four copies of its body need more registers than there are, and get up to 208 registers: left alone,
+    ptxas spills some values to fit one more program on a multiprocessor.
     """
     block_n, block_l = triton.next_power_of_2(num_samples), triton.next_power_of_2(size)
-    tile = {"BLOCK_N": block_n, "BLOCK_L": block_l, "num_warps": max(1, block_n * block_l // 1024)}
+    tile = {
+        "BLOCK_N": block_n,
+        "BLOCK_L": block_l,
+        "num_warps": max(1, block_n * block_l // 1024, block_l // 256),
+    }
     full = block_n * block_l >= 1024
     return {**tile, **({"UNROLL": 1, "maxnreg": 208} if full else {"UNROLL": 4}), **_NO_FUSION}
 
@@ -272,6 +277,8 @@ def why_unsupported(samples: torch.Tensor, num_posterior: int) -> str | None:
             f"num_samples {num_samples} × latent size {size}, each padded to a power of two, is {padded} numbers "
             f"a position; it holds at most {_MAX_ELEMENTS}"
         )
+    if size > _MAX_SIZE:
+        return f"latent size {size}; it holds at most {_MAX_SIZE}"
     if num_posterior * size >= 4 * _MAX_COUNTER:
         return f"num_posterior {num_posterior} × latent size {size} is more noise than its 32-bit counter numbers"
     return None

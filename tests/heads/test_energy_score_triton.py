@@ -64,6 +64,7 @@ def test_shipped_shapes_compile_without_spills_to_three_fifths_of_the_instructio
         (80, 32, 256, 1.5, "fp32", True),
         (90, 12, 100, 0.5, "bf16", True),
         (90, 2, 32, 1.0, "bf16", False),
+        (100, 2, 512, 1.5, "fp32", True),
     ],
 )
 def test_other_shapes_and_exponents_compile_without_spills(
@@ -104,6 +105,7 @@ def test_a_launch_compiles_with_the_options_that_were_checked(kernels, monkeypat
     ("num_samples", "size", "dtype", "why"),
     [
         (128, 128, torch.float32, "16384 numbers a position; it holds at most 8192"),
+        (2, 4096, torch.float32, "latent size 4096; it holds at most 2048"),
         (3, 4, torch.float64, "the samples are fp64"),
     ],
 )
