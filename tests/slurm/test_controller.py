@@ -456,3 +456,30 @@ esac""",
     assert code == 1 and verdict in said and "trains" not in said
     unchecked = submit(run, plain(profile, preflight=True, gpus_per_node=0), dry_run=True, stages=["lm"])
     assert "device_check" not in unchecked.jobs[0].script.read_text()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shell", "environment", "connections"),
+    [
+        (2, {}, {}, "1"),
+        (2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {}, "8"),
+        (2, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"),
+        (0, {}, {}, ""),
+    ],
+)
+def test_gpu_jobs_have_settings_that_shell_and_profile_can_change(
+    clients: Clients,
+    profile: Profile,
+    make_run: MakeRun,
+    gpus: int,
+    shell: dict[str, str],
+    environment: dict[str, str],
+    connections: str,
+) -> None:
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF")
+    asked = ":".join(f"${{{name}-}}" for name in names)
+    cluster = plain(profile, gpus_per_node=gpus, cpus_per_node=8, stages={}, environment=environment)
+    script = script_of(make_run("settings"), cluster, f"echo settings={asked}")
+    _, said = run_script(script, clients, **shell)
+    rest = "/tmp/calm-scale-triton-77:expandable_segments:True" if gpus else ":"
+    assert f"settings={connections}:{rest}" in said
