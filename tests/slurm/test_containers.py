@@ -59,7 +59,7 @@ for ((i = 1; i <= $#; i++)); do
         --container-mounts=*) mounts=${!i#*=} ;;
         --container-workdir=*) dir=${!i#*=} ;;
         --nodes=2) names='n1 n2' ;;
-        --*) ;;
+        -*) ;;
         *) break ;;
     esac
 done
