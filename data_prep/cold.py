@@ -166,7 +166,7 @@ class ColdShard:
             data = np.memmap(path, np.uint8, "r")
         except (OSError, ValueError):
             raise ShardError(f"shard {path} is missing or empty; {_REMEDY}") from None
-        self._data = data
+        self._data, self.num_bytes = data, len(data)
         first = _SKIPPABLE.pack(_SKIPPABLE_MAGIC, HEADER_BYTES)
         shortest = len(first) + HEADER_BYTES + _SKIPPABLE.size + _TAIL.size
         if len(data) < shortest or bytes(data[-8:]) != MAGIC or bytes(data[: len(first)]) != first:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from calm_scale.config.late_files import wait_until_visible
 from data_prep.cold import ColdShard
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.gathering import RowGatherer
@@ -22,8 +23,9 @@ class ShardDataset:
     """The samples of one split, in stored order.
 
     ``ds[i]`` is a read-only view ``[tokens_per_sample]`` of the page cache; no token is copied. Every shard's
-    header and size is checked against the manifest when the dataset is opened (checksums: ``prep verify``). A
-    sample with an id that was never written raises ShardError when it is read.
+    header and size is checked against the manifest when the dataset is opened (checksums: ``prep verify``), or, where
+    another process has done that (``seen``), a shard's when the first of its samples is read. A sample with an id that
+    was never written raises ShardError when it is read.
 
     Ids that only fill up a stored last sequence (``ShardEntry.filler``) are never served. Whole samples are by
     default; ``partial`` adds, at each end of such a shard, the shorter sample ``[1 ≤ n < tokens_per_sample]`` that
@@ -34,14 +36,25 @@ class ShardDataset:
         tokens_per_sample: must divide the manifest's sequence_length (a stored sequence of 8192 tokens serves
             as 4 samples of 2048).
         partial: serve the last, shorter samples too.
+        seen: the manifest and ``num_bytes``, as another process found them: no file is looked at before it is read.
+
+    Attributes:
+        num_bytes: size of all shards on the disk.
 
     Raises:
         ShardError: the split is incomplete, a shard is missing or changed, or the sample size does not fit.
     """
 
-    def __init__(self, split_dir: Path, tokens_per_sample: int, *, partial: bool = False) -> None:
+    def __init__(
+        self,
+        split_dir: Path,
+        tokens_per_sample: int,
+        *,
+        partial: bool = False,
+        seen: tuple[Manifest, int] | None = None,
+    ) -> None:
         self.split_dir = Path(split_dir)
-        self.manifest = Manifest.read(self.split_dir)
+        self.manifest = Manifest.read(self.split_dir) if seen is None else seen[0]
         self.fingerprint = self.manifest.fingerprint
         length = self.manifest.sequence_length
         if tokens_per_sample < 1 or length % tokens_per_sample:
@@ -52,10 +65,8 @@ class ShardDataset:
             )
         self.tokens_per_sample = tokens_per_sample
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
-        for entry in self.manifest.shards:
-            path = self.split_dir / entry.name
-            header = ColdShard(path).header if entry.compressed else read_header(path)
-            _check(self.manifest, entry, header)
+        self._unchecked = seen is not None
+        self.num_bytes = sum(map(self._check_shard, self.manifest.shards)) if seen is None else seen[1]
         self.partial = partial
         self._counts = [self._num_samples(entry) for entry in self.manifest.shards]
         self._starts = [0, *accumulate(self._counts)]
@@ -152,8 +163,24 @@ class ShardDataset:
         """Ids of a shard that are no filler."""
         return entry.num_sequences * self.manifest.sequence_length - entry.filler
 
+    def _check_shard(self, entry: ShardEntry) -> int:
+        """The shard's bytes on the disk, if its header is the manifest's."""
+        path = self.split_dir / entry.name
+        if entry.compressed:
+            cold = ColdShard(path)
+            header, num_bytes = cold.header, cold.num_bytes
+        else:
+            header = read_header(path)
+            num_bytes = header.file_bytes
+        _check(self.manifest, entry, header)
+        return num_bytes
+
     def _open(self, shard: int) -> _Samples:
         entry = self.manifest.shards[shard]
+        if self._unchecked:
+            path = self.split_dir / entry.name
+            wait_until_visible(lambda: "" if path.exists() else str(path))
+            self._check_shard(entry)
         if entry.compressed:
             samples: _Samples = _ColdSamples(ColdShard(self.split_dir / entry.name), self.tokens_per_sample)
         else:

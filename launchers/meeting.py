@@ -7,8 +7,10 @@ only its rank 0 answers, and pass over whoever is silent or says something else.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import random
 import socket
 import time
 from collections.abc import Sequence
@@ -18,6 +20,8 @@ from launchers.errors import LaunchError
 ANSWER_SECONDS = 2.0
 """A listener that has not answered by then is somebody else."""
 _POLL_SECONDS = 0.1
+_LONGEST_POLL_SECONDS = 1.0
+_BACKLOG = 4096
 _LONGEST_LINE = 512
 _SHOWN = 16
 
@@ -32,7 +36,7 @@ def take_port(candidates: Sequence[int]) -> socket.socket:
     for port in candidates:
         try:
             return socket.create_server(
-                ("", port), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
+                ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=family == socket.AF_INET6
             )
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
@@ -45,26 +49,14 @@ def take_port(candidates: Sequence[int]) -> socket.socket:
 
 
 def welcome(listener: socket.socket, identity: str, world_size: int, seconds: float) -> None:
-    """Rank 0: answer until every other rank has asked. The socket goes on listening.
+    """Rank 0: answer all ranks at once until every other one has asked. The socket goes on listening.
+
+    ``seconds`` count from the arrival of the first rank, whichever that was.
 
     Raises:
         LaunchError: ranks are missing; names them.
     """
-    missing = set(range(1, world_size))
-    deadline = time.monotonic() + seconds
-    while missing:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            shown = ", ".join(map(str, sorted(missing)[:_SHOWN]))
-            raise LaunchError(
-                f"{len(missing)} of {world_size} ranks have not joined after {seconds:.0f} s: {shown}. "
-                "Is the world size right, and did every node start?"
-            )
-        listener.settimeout(left)
-        with contextlib.suppress(OSError):
-            connection, _ = listener.accept()
-            with connection:
-                missing.discard(_answer(connection, identity))
+    asyncio.run(_Welcome(identity, world_size, seconds).serve(listener))
     listener.settimeout(None)
 
 
@@ -74,34 +66,73 @@ def find_port(address: str, candidates: Sequence[int], identity: str, rank: int,
     Raises:
         LaunchError: it answers on none of them in time.
     """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    started = time.monotonic()
+    pause = _POLL_SECONDS
+    while (waited := time.monotonic() - started) < seconds:
         for port in candidates:
-            if _asked(address, port, identity, rank):
+            if _asked(address, port, identity, rank, waited):
                 return port
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause * random.uniform(0.5, 1.0))  # many ranks must not knock in step
+        pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
     raise LaunchError(
         f"rank {rank}: rank 0 of this job answers on none of the ports {list(candidates)} of {address} after "
         f"{seconds:.0f} s. Has it started (its log says why not), and can this node reach {address}?"
     )
 
 
-def _answer(connection: socket.socket, identity: str) -> int:
-    """The rank that asked for this job and has heard the answer; 0 for anybody else."""
-    connection.settimeout(ANSWER_SECONDS)
-    asked, _, rank = _line(connection).rpartition(" ")
-    if asked != f"calm-scale {identity}" or not rank.isdigit():
-        return 0
-    connection.sendall(f"here {identity}\n".encode())
-    return int(rank) if _line(connection) == "coming" else 0
+class _Welcome:
+    """Rank 0's side of the meeting."""
+
+    def __init__(self, identity: str, world_size: int, seconds: float) -> None:
+        self._identity, self._world_size, self._seconds = identity, world_size, seconds
+        self._missing = set(range(1, world_size))
+        self._first_arrival = time.monotonic()
+        self._news = asyncio.Event()
+
+    async def serve(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(
+            self._answer, sock=listener.dup(), limit=_LONGEST_LINE, backlog=_BACKLOG
+        )
+        async with server:
+            while self._missing:
+                left = self._first_arrival + self._seconds - time.monotonic()
+                if left <= 0:
+                    shown = ", ".join(map(str, sorted(self._missing)[:_SHOWN]))
+                    raise LaunchError(
+                        f"{len(self._missing)} of {self._world_size} ranks have not joined after "
+                        f"{self._seconds:.0f} s: {shown}. Is the world size right, and did every node start?"
+                    )
+                self._news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), left)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(
+            OSError, ValueError, TimeoutError
+        ):  # somebody else, or a rank that will ask again
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._talk(reader, writer)
+        writer.close()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A rank counts as here when it has asked for this job and heard the answer."""
+        asked, rank, waited = (await reader.readline()).decode(errors="replace").rstrip("\n").rsplit(" ", 2)
+        if asked != f"calm-scale {self._identity}":
+            return
+        self._first_arrival = min(self._first_arrival, time.monotonic() - float(waited))
+        writer.write(f"here {self._identity}\n".encode())
+        await writer.drain()
+        if await reader.readline() == b"coming\n":
+            self._missing.discard(int(rank))
+        self._news.set()
 
 
-def _asked(address: str, port: int, identity: str, rank: int) -> bool:
+def _asked(address: str, port: int, identity: str, rank: int, waited: float) -> bool:
     with (
         contextlib.suppress(OSError),
         socket.create_connection((address, port), timeout=ANSWER_SECONDS) as connection,
     ):
-        connection.sendall(f"calm-scale {identity} {rank}\n".encode())
+        connection.sendall(f"calm-scale {identity} {rank} {waited:.1f}\n".encode())
         if _line(connection) == f"here {identity}":
             connection.sendall(b"coming\n")
             return True

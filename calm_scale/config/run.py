@@ -23,7 +23,7 @@ class RunConfig(Section):
 
     ``device``: ``auto`` takes GPUs where there are some, and where the job asked for some insists on them.
     ``deterministic``: only kernels that add in a fixed order, on GPUs at some cost in time; see docs/checkpoints.md.
-    ``join_minutes``: how long a training's rank waits for the others at the start; nodes may start minutes apart.
+    ``join_minutes``: how long the ranks wait for each other, from the first one's arrival; nodes start minutes apart.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

@@ -32,10 +32,12 @@ def see_alike(world: World, folder: Path, look: Callable[[], set[str]]) -> None:
         what = f"{folder / name}: rank {sees} on {views[sees][0]} sees it, rank {blind} on {views[blind][0]} does not"
         waited = world.broadcast_object(time.monotonic() - started)
         if waited >= limit:
-            raise LateFileError(
+            error = LateFileError(
                 f"{what}, after {limit:g} s. The file system shows files late, or not on every node; set {VARIABLE} "
                 "to wait longer"
             )
+            error.shared_from = 0  # every rank has it: the first one speaks
+            raise error
         if waited >= WORD_SECONDS and not told:
             told = True
             if world.is_first:

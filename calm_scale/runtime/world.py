@@ -147,7 +147,7 @@ def init_world(
     Args:
         device: ``cpu``, ``cuda``, or ``auto``: CUDA where there is a GPU. NCCL on CUDA, gloo on CPU.
         timeout_seconds: limit of one collective.
-        join_seconds: how long this rank waits for the others; default ``JOIN_SECONDS``.
+        join_seconds: how long the ranks wait for each other, from the first one's arrival; default ``JOIN_SECONDS``.
         facts: who this process is; default what the launcher's environment says. Without a launcher: a world of one.
 
     Raises:
@@ -318,20 +318,27 @@ def _tell_libraries(facts: RankFacts) -> None:
 def _roll_call(store: Any, rank: int, world_size: int, join: timedelta) -> None:
     """Every rank signs in and waits for the last one: three calls a rank, however many there are.
 
+    ``join`` is the store's time limit. The rank that came first reaches it first, and its verdict is every rank's.
+
     Raises:
         WorldError: ranks are missing after ``join``; names them.
     """
     prefix = f"calm_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store.set(f"{prefix}/rank{rank}", "here")
+    verdict = f"{prefix}/verdict"
     if store.add(f"{prefix}/joined", 1) == world_size:
-        store.set(f"{prefix}/all", "here")
-        return
-    try:
-        store.wait([f"{prefix}/all"], join)
-    except RuntimeError:
-        missing = [other for other in range(world_size) if not store.check([f"{prefix}/rank{other}"])]
-        shown = ", ".join(str(other) for other in missing[:16])
-        raise WorldError(
-            f"{len(missing)} of {world_size} ranks have not joined after {join.total_seconds():.0f} s: {shown}. "
-            "Is the world size right, and did every node start?"
-        ) from None
+        told = store.compare_set(verdict, "", "here")
+    else:
+        try:
+            told = store.get(verdict)
+        except RuntimeError:
+            missing = [other for other in range(world_size) if not store.check([f"{prefix}/rank{other}"])]
+            shown = ", ".join(str(other) for other in missing[:16])
+            told = store.compare_set(
+                verdict,
+                "",
+                f"{len(missing)} of {world_size} ranks have not joined after {join.total_seconds():.0f} s: {shown}. "
+                "Is the world size right, and did every node start?",
+            )
+    if told != b"here":
+        raise WorldError(told.decode())

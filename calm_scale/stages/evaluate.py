@@ -20,7 +20,7 @@ from calm_scale.runtime.departure import joined
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
 from calm_scale.stages.progress import shown
-from calm_scale.stages.readiness import make_ready
+from calm_scale.stages.readiness import make_ready, open_together
 from calm_scale.stages.splits import open_split
 
 if TYPE_CHECKING:
@@ -51,9 +51,12 @@ def run_evaluation(
     check_budget(config.evaluation.algorithm, config.evaluation)
     stage = lm_section(config)
     block = stage.backbone.positions * config.patch_size
-    dataset = open_split(config, config.evaluation.split, block, partial=True)
-    with joined("eval", device=config.device) as departure:
+    split = config.evaluation.split
+    with joined("eval", device=config.device, join_seconds=config.join_minutes * 60) as departure:
         world = departure.world
+        dataset = open_together(
+            world, config.data_dir / split, lambda: open_split(config, split, block, partial=True)
+        )
         dataset = make_ready(config, dataset, world)
         opened = open_model(config, world, step, tensor)
         if world.is_first:

@@ -40,11 +40,11 @@ def run_generation(
     from calm_scale.sampling.temperature import check_budget
 
     check_budget(config.generation.algorithm, config.generation)
-    texts = given_texts(prompts, jsonl, "prompt") or [""]
     as_lines = jsonl is not None or out is not None
-    with joined("generate", device=config.device) as departure:
+    with joined("generate", device=config.device, join_seconds=config.join_minutes * 60) as departure:
         world = departure.world
-        refuse_spare_ranks(world, tensor, "generate")
+        world.on_first(lambda: refuse_spare_ranks(world, tensor, "generate"))
+        texts = world.on_first(lambda: given_texts(prompts, jsonl, "prompt") or [""])
         tokenizer = trained_tokenizer(config, world, step)
         opened = open_model(config, world, step, tensor, tokenizer)
         streaming = not as_lines and len(texts) == 1 and world.is_first

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.runtime.departure import joined
 from calm_scale.runtime.determinism import set_deterministic
+from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.stages.launch import lm_section
-from calm_scale.stages.readiness import make_ready
+from calm_scale.stages.readiness import make_ready, open_together
 from calm_scale.stages.splits import open_if_prepared, open_training_split
 from calm_scale.stages.training import run_loop
 from data_prep.reading import ShardDataset
 
 if TYPE_CHECKING:
-    import torch
-
     from calm_scale.autoencoder.card import ExportCard
     from calm_scale.autoencoder.model import Autoencoder
+    from calm_scale.runtime.world import World
 
 
 def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | None = None) -> int:
@@ -30,20 +30,30 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
     stop = StopSignals().install()
     stage = lm_section(config)
     tokens_per_sample = stage.backbone.positions * config.patch_size
-    train = open_training_split(config, "train", tokens_per_sample)
-    heldout = open_if_prepared(config, "heldout", tokens_per_sample)
     folder, limit = config.workdir / "lm", stage.training.stall_seconds
     set_deterministic(config.deterministic)
     with joined("lm", folder, limit, config.device, config.join_minutes * 60) as departure:
         world = departure.world
         beat = departure.watchdog.beat
+        train = open_together(
+            world,
+            config.data_dir / "train",
+            lambda: open_training_split(config, "train", tokens_per_sample),
+            beat,
+        )
+        heldout = open_together(
+            world,
+            config.data_dir / "heldout",
+            lambda: open_if_prepared(config, "heldout", tokens_per_sample),
+            beat,
+        )
         train = make_ready(config, train, world, beat)
         heldout = make_ready(config, heldout, world, beat) if heldout is not None else None
         from calm_scale.training.megatron_engine import MegatronEngine
 
         codec, fingerprint = None, None
         if stage.head.kind != "softmax":
-            codec, card = frozen_autoencoder(config, train, world.device)
+            codec, card = frozen_autoencoder(config, train, world)
             fingerprint = card.fingerprint
         pad_id = train.manifest.pad_id if train.manifest.served_padding else None
         engine = MegatronEngine(config, world, codec, pad_id)
@@ -75,18 +85,27 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
 
 
 def frozen_autoencoder(
-    config: RunConfig, data: ShardDataset | None, device: torch.device
+    config: RunConfig, data: ShardDataset | None, world: World
 ) -> tuple[Autoencoder, ExportCard]:
-    """The exported autoencoder of the run, refused when it was made for other patches or another tokenizer.
+    """The exported autoencoder of the run, refused when it was made for other patches or another tokenizer. Collective.
 
     Raises:
         ConfigError: K, V, l or the tokenizer differ from the run's.
     """
+    from calm_scale.autoencoder.card import read_card
     from calm_scale.autoencoder.export import load_export
 
     folder = config.autoencoder_export
-    model, card = load_export(folder, device=device)
-    wrong = card.misfits(config, data.manifest.tokenizer_fingerprint if data is not None else None)
-    if wrong:
-        raise ConfigError(f"{folder}: this autoencoder does not fit the run: " + "; ".join(wrong))
-    return model, card
+
+    def refuse_misfits() -> None:
+        wrong = read_card(folder).misfits(
+            config, data.manifest.tokenizer_fingerprint if data is not None else None
+        )
+        if wrong:
+            raise ConfigError(f"{folder}: this autoencoder does not fit the run: " + "; ".join(wrong))
+
+    see_alike(world, folder, lambda: files_under(folder))
+    world.on_first(refuse_misfits)
+    loaded: list[tuple[Autoencoder, ExportCard]] = []
+    world.everywhere(lambda: loaded.append(load_export(folder, device=world.device)))
+    return loaded[0]

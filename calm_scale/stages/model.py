@@ -15,11 +15,13 @@ from calm_scale.checkpoint.judge import find, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, TokenizerConfig
+from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.world import World
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.lm import frozen_autoencoder
 
 if TYPE_CHECKING:
+    from calm_scale.autoencoder.card import ExportCard
     from calm_scale.lm.patch_model import MegatronPatchModel
     from data_prep.tokenizer import Tokenizer
 
@@ -81,27 +83,38 @@ def open_model(
     from calm_scale.lm.patch_model import load_patch_model
 
     stage = lm_section(config)
-    if world.world_size % tensor:
-        raise ConfigError(
-            f"{world.world_size} ranks were started, and --tensor-parallel {tensor} needs a multiple of {tensor}"
-        )
-    entry = verify(find(config.workdir / "lm", step).path)
-    if entry.state not in ("complete", "suspect") or entry.card is None:
-        raise CalmScaleError(f"{entry.path}: {entry.state}: {entry.reason}; name another step with --step")
-    refuse_other_model(config, entry.card, entry.path)
-    if tokenizer is not None:
-        refuse_other_tokenizer(tokenizer, entry.card, config.tokenizer_path)
+
+    def look() -> tuple[Path, Card]:
+        if world.world_size % tensor:
+            raise ConfigError(
+                f"{world.world_size} ranks were started, and --tensor-parallel {tensor} needs a multiple of {tensor}"
+            )
+        entry = verify(find(config.workdir / "lm", step).path)
+        if entry.state not in ("complete", "suspect") or entry.card is None:
+            raise CalmScaleError(
+                f"{entry.path}: {entry.state}: {entry.reason}; name another step with --step"
+            )
+        refuse_other_model(config, entry.card, entry.path)
+        if tokenizer is not None:
+            refuse_other_tokenizer(tokenizer, entry.card, config.tokenizer_path)
+        return entry.path, entry.card
+
+    path, card = world.on_first(look, patience=lambda: None)
+    see_alike(world, path, lambda: files_under(path))
     codec = None
     if stage.head.kind != "softmax":
-        codec, card = frozen_autoencoder(config, None, world.device)
-        trained_with = entry.card.autoencoder_fingerprint
-        if card.fingerprint != trained_with:
-            raise CalmScaleError(
-                f"{config.autoencoder_export}: has fingerprint {card.fingerprint}, but {entry.path.name} was "
-                f"trained against {trained_with}; point lm.autoencoder at that one"
-            )
-    model = load_patch_model(config, entry.path / SHARDS, world, codec, tensor=tensor)
-    return OpenModel(model, entry.card)
+        codec, export = frozen_autoencoder(config, None, world)
+        world.on_first(lambda: _refuse_other_autoencoder(config, export, card, path))
+    model = load_patch_model(config, path / SHARDS, world, codec, tensor=tensor)
+    return OpenModel(model, card)
+
+
+def _refuse_other_autoencoder(config: RunConfig, export: ExportCard, card: Card, path: Path) -> None:
+    if export.fingerprint != card.autoencoder_fingerprint:
+        raise CalmScaleError(
+            f"{config.autoencoder_export}: has fingerprint {export.fingerprint}, but {path.name} was "
+            f"trained against {card.autoencoder_fingerprint}; point lm.autoencoder at that one"
+        )
 
 
 def trained_tokenizer(config: RunConfig, world: World, step: int | None = None) -> Tokenizer:
@@ -114,7 +127,7 @@ def trained_tokenizer(config: RunConfig, world: World, step: int | None = None) 
     """
     from data_prep.tokenizer import load_tokenizer
 
-    card = find(config.workdir / "lm", step).card
+    card = world.on_first(lambda: find(config.workdir / "lm", step).card)
     stored = card.config.get("tokenizer", {}) if card is not None and card.shards_fingerprint else {}
     trained = {name: stored[name] for name in ENCODES if name in stored}
     asked = config.tokenizer.model_dump()
@@ -124,7 +137,10 @@ def trained_tokenizer(config: RunConfig, world: World, step: int | None = None) 
                 f"note: tokenizer.{name} is {asked[name]!r} in the document, but the model was trained with "
                 f"{value!r}, which is used\n"
             )
-    return load_tokenizer(TokenizerConfig.model_validate({**asked, **trained}), config.tokenizer_path)
+    wanted = TokenizerConfig.model_validate({**asked, **trained})
+    loaded: list[Tokenizer] = []
+    world.everywhere(lambda: loaded.append(load_tokenizer(wanted, config.tokenizer_path)))
+    return loaded[0]
 
 
 def refuse_other_model(config: RunConfig, card: Card, path: Path) -> None:

@@ -6,14 +6,16 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import ReadingConfig
 from calm_scale.config.wording import counted
+from calm_scale.runtime.late_files import see_alike
 from data_prep.errors import ShardError
+from data_prep.manifest import MANIFEST_NAME, Manifest
 from data_prep.reading import ShardDataset
 from data_prep.staging import Staged, stage_split
 from data_prep.verify import shard_problems
@@ -21,8 +23,56 @@ from data_prep.verify import shard_problems
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World
 
+D = TypeVar("D", ShardDataset, ShardDataset | None)
 AUTO_BYTES = 4e9
 """``reading.check: auto`` reads the shards through where that is at most so many bytes a rank."""
+
+
+def open_together(
+    world: World, folder: Path, look: Callable[[], D], beat: Callable[[], object] = lambda: None
+) -> D:
+    """The split in ``folder`` that ``look`` opens and checks on the first rank, on every rank. Collective.
+
+    The other ranks are told what it found: each looks at the manifest's size once, and opens a shard when it reads it.
+
+    Raises:
+        LateFileError: the ranks go on seeing different manifests.
+        CalmScaleError: on every rank, what ``look`` raises.
+    """
+    if world.world_size == 1:
+        return look()
+    see_alike(world, folder, lambda: _manifest_seen(folder))
+    opened: list[D] = []
+
+    def look_first() -> dict[str, Any] | None:
+        dataset = look()
+        opened.append(dataset)
+        return None if dataset is None else _described(dataset)
+
+    told = world.on_first(look_first, patience=beat)
+    if opened:
+        return opened[0]
+    return None if told is None else ShardDataset(folder, **told | {"seen": _seen(*told["seen"])})  # type: ignore
+
+
+def _described(dataset: ShardDataset) -> dict[str, Any]:
+    """The arguments of ``ShardDataset`` after the folder, as plain data."""
+    return {
+        "tokens_per_sample": dataset.tokens_per_sample,
+        "partial": dataset.partial,
+        "seen": (dataset.manifest.model_dump(mode="json"), dataset.num_bytes),
+    }
+
+
+def _seen(manifest: dict[str, Any], num_bytes: int) -> tuple[Manifest, int]:
+    return Manifest.model_validate(manifest), num_bytes
+
+
+def _manifest_seen(folder: Path) -> set[str]:
+    try:
+        return {f"{MANIFEST_NAME} ({(folder / MANIFEST_NAME).stat().st_size} bytes)"}
+    except OSError:
+        return set()
 
 
 def make_ready(
@@ -46,14 +96,16 @@ def make_ready(
         lambda: stage_split(dataset.split_dir.absolute(), place) if copies else None, patience=beat
     )
     console.print(f"[data] {_report([s for s in staged if s is not None])}", markup=False)
-    return ShardDataset(place, dataset.tokens_per_sample, partial=dataset.partial)
+    see_alike(world, place, lambda: _manifest_seen(place))
+    seen = (dataset.manifest, dataset.num_bytes)
+    return ShardDataset(place, dataset.tokens_per_sample, partial=dataset.partial, seen=seen)
 
 
 def _check(
     reading: ReadingConfig, dataset: ShardDataset, world: World, console: Console, beat: Callable[[], object]
 ) -> None:
     manifest = dataset.manifest
-    size = sum((dataset.split_dir / entry.name).stat().st_size for entry in manifest.shards)
+    size = dataset.num_bytes
     if reading.check == "headers" or (reading.check == "auto" and size > AUTO_BYTES * world.world_size):
         console.print(
             f"[data] {dataset.split_dir}: {size / 1e9:,.1f} GB, headers and sizes are right; the checksums were not "

@@ -35,10 +35,10 @@ def run_scoring(
     """
     from calm_scale.evaluation.energy import score_texts
 
-    wanted = given_texts(texts, jsonl, "text")
-    with joined("score", device=config.device) as departure:
+    with joined("score", device=config.device, join_seconds=config.join_minutes * 60) as departure:
         world = departure.world
-        refuse_spare_ranks(world, tensor, "score")
+        world.on_first(lambda: refuse_spare_ranks(world, tensor, "score"))
+        wanted = world.on_first(lambda: given_texts(texts, jsonl, "text"))
         tokenizer = trained_tokenizer(config, world, step)
         opened = open_model(config, world, step, tensor, tokenizer)
         ids = [[*tokenizer.before_document, *tokenizer.encode(text)] for text in wanted]

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,6 +59,40 @@ def test_missing_ranks_are_named() -> None:
         caller.join()
     with pytest.raises(LaunchError, match=rf"rank 1: rank 0 .* \[{port}\] of 127\.0\.0\.1"):
         meeting.find_port("127.0.0.1", [port], "x", 1, 0.3)
+
+
+def test_hundreds_of_slow_ranks_are_answered_side_by_side_and_at_the_first_try() -> None:
+    num_ranks, talks = 300, []
+
+    def slow_rank(rank: int) -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            talks.append(rank)
+            connection.sendall(f"calm-scale x {rank} 0.0\n".encode())
+            assert meeting._line(connection) == "here x"
+            time.sleep(0.1)  # one after the other these would take half a minute
+            connection.sendall(b"coming\n")
+
+    with meeting.take_port([free_port()]) as listener, ThreadPoolExecutor(num_ranks) as pool:
+        port = listener.getsockname()[1]
+        started = time.monotonic()
+        ranks = [pool.submit(slow_rank, rank) for rank in range(1, num_ranks)]
+        meeting.welcome(listener, "x", num_ranks, 60.0)
+        assert time.monotonic() - started < 15
+        for rank in ranks:
+            rank.result()
+    assert sorted(talks) == list(range(1, num_ranks))
+
+
+def test_the_time_to_join_counts_from_the_first_rank_that_came() -> None:
+    with meeting.take_port([free_port()]) as listener:
+        port = listener.getsockname()[1]
+        caller = threading.Thread(target=meeting._asked, args=("127.0.0.1", port, "x", 1, 29.0))
+        caller.start()
+        started = time.monotonic()
+        with pytest.raises(LaunchError, match="1 of 3 ranks have not joined after 30 s: 2"):
+            meeting.welcome(listener, "x", 3, 30.0)
+        assert time.monotonic() - started < 10
+        caller.join()
 
 
 def test_when_all_candidates_are_taken() -> None:

@@ -91,6 +91,29 @@ def test_a_rank_asks_the_store_equally_often_in_any_world(world_size: int) -> No
     assert {store.calls for store in stores} == {3}
 
 
+def test_the_first_rank_to_run_out_of_time_speaks_for_all() -> None:
+    import torch.distributed as dist
+
+    shared = dist.HashStore()
+    limit = timedelta(seconds=0.5)
+    shared.set_timeout(limit)
+    said: list[str] = []
+
+    def rank(number: int) -> None:
+        with pytest.raises(WorldError) as refused:
+            room._roll_call(shared, number, 3, limit)
+        said.append(str(refused.value))
+
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in (0, 2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    rank(1)  # too late: it does not wait for ranks that have gone
+    assert len(said) == 3 and len(set(said)) == 1
+    assert "1 of 3 ranks have not joined after 0 s: 1" in said[0]
+
+
 def test_gpus_that_were_asked_for_and_cannot_be_used_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("CALM_SCALE_GPUS", "SLURM_GPUS_ON_NODE"):
