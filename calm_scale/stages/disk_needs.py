@@ -49,7 +49,8 @@ def disk_needs(
         kept, size = saves.checkpoints_kept(config, stage), saves.checkpoint_bytes(config, stage)
         export = 4 * parameters_of(autoencoder_components(config)) if stage == "autoencoder" else 0
         metrics = METRICS_BYTES_PER_STEP * saves.training_of(config, stage).steps
-        detail = f"{kept} checkpoints of {bytes_text(size)}: {saves.kept_text(config, stage)}"
+        made = "the export, " if export else ""
+        detail = f"{made}{kept} checkpoints of {bytes_text(size)}: {saves.kept_text(config, stage)}"
         found.append(_need(stage, config.workdir / stage, kept * size + export + metrics, detail))
     if "eval" in stages and config.lm is not None:
         checkpoint = config.lm.training.checkpoint
@@ -89,7 +90,7 @@ def disk_rows(needs: Sequence[DiskNeed]) -> list[tuple[str, str]]:
         (f"disk: {same[0].label}", bytes_text(sum(need.bytes_in_all for need in same)) + _made_of(same))
         for same in _alike(needs)
     ]
-    return [*rows, ("disk in all", _total(needs))]
+    return [*rows, ("disk in total", _total(needs))]
 
 
 def _alike(needs: Sequence[DiskNeed]) -> list[list[DiskNeed]]:

@@ -85,7 +85,7 @@ def test_text_tokens_hours_and_disk_are_in_one_table(document: Path) -> None:
     assert "GPU-hours: autoencoder 0.0 h, lm" in found["training on h100"]
     assert "3 checkpoints of" in found["disk: lm"]
     assert "2 kept + 1 being written" in found["disk: lm"]
-    assert "free on" in found["disk in all"]
+    assert "free on" in found["disk in total"]
 
 
 def test_inputs_that_only_the_nodes_see_are_no_error(document: Path) -> None:

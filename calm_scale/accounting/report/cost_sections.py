@@ -18,7 +18,7 @@ from calm_scale.accounting.variants import baseline_at, baseline_of, with_patch_
 from calm_scale.config.run import RunConfig
 
 PATCH_SIZES = (1, 2, 4, 8)
-TEMPERATURES = (1.0, 0.75, 0.5, 1 / 3)
+TEMPERATURES = {"1": 1.0, "0.75": 0.75, "0.5": 0.5, "1/3": 1 / 3}
 SUPPORTS = (1, 2, 10, 100)
 CANDIDATES = (1, 10, 50, 100, 200, 500)
 
@@ -102,8 +102,8 @@ def sampling_section(config: RunConfig) -> Section:
         return Section(f"sampling.{config.name}", title, ("A softmax samples any temperature at one draw.",))
     batch = tuple((n, per_token(config, n), per_token(config, n) / per_token(config, 1)) for n in CANDIDATES)
     exact = tuple(
-        (f"{t:.3g}", support, draws, per_token(config, draws))
-        for t in TEMPERATURES
+        (label, support, draws, per_token(config, draws))
+        for label, t in TEMPERATURES.items()
         for support in SUPPORTS
         for draws in (expected_draws_uniform(support, t),)
     )
