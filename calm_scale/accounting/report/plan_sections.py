@@ -180,8 +180,8 @@ def _assumptions(config: RunConfig, chip: hardware.Device, efficiency: float | N
         f"{100 * plan.USABLE_MEMORY:.0f} % of {chip.memory / 1e9:g} GB usable. "
         f"${price:g} a device-hour, an assumption of this table. "
         "MFU counts attention full, as the FLOPs report does, while kernels skip half of it.",
-        f"Saves: {saves.STORAGE_PER_NODE / 1e9:g} GB/s a node, at most {saves.STORAGE_TOTAL / 1e9:g} GB/s in total, and "
-        f"{saves.SAVE_OVERHEAD_SECONDS:g} s more for each save; {saves.RESTART_SECONDS:.0f} s to restart; "
+        f"Saves: {saves.STORAGE_PER_NODE / 1e9:g} GB/s a node, at most {saves.STORAGE_TOTAL / 1e9:g} GB/s in total, "
+        f"and {saves.SAVE_OVERHEAD_SECONDS:g} s more for each save; {saves.RESTART_SECONDS:.0f} s to restart; "
         f"one failure of a node in {mtbf_hours:g} hours (lm.training.checkpoint.node_mtbf_hours).",
     )
     return Section("assumptions", "What this rests on", text)
