@@ -120,7 +120,7 @@ def sweep() -> Iterator[Case]:
     ):
         yield Case(arch, n, size, alpha=alpha, dtype=dtype, wants_grad=grad)
     odd = [(3, 32, 7), (5, 17, 101), (12, 100, 100), (8, 128, 1), (8, 128, 16), (8, 128, 1000), (2, 1, 1)]
-    large = [(2, 512, 100), (32, 256, 100), (64, 128, 100), (8, 1024, 100), (2, 4096, 100), (256, 32, 100)]
+    large = [(2, 512, 100), (32, 256, 100), (64, 128, 100), (8, 1024, 100), (2, 2048, 100), (256, 32, 100)]
     for (n, size, m), alpha, arch in itertools.product(odd + large, (1.0, 1.5), ARCHITECTURES):
         yield Case(arch, n, size, m, alpha)
 
