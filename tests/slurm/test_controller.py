@@ -363,7 +363,7 @@ def test_an_evaluation_that_the_site_refuses_is_asked_for_three_times(
     code, text = run_script(script, clients)
     assert code == 0
     assert len(clients.calls("sbatch")) == 3
-    assert text.count("sbatch refused the evaluation of step 00000004: sbatch: error: Access denied") >= 1
+    assert text.count("sbatch refused the evaluation of step 4: sbatch: error: Access denied") >= 1
 
 
 def write_checkpoint(folder: Path, step: int) -> None:
