@@ -136,7 +136,7 @@ def write_megatron(
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) * dtype.itemsize
     head = _HEAD.pack(_MAGIC, 1, code, len(lengths), len(bounds))
-    with new_file(_beside(prefix, ".idx")) as file:
+    with new_file(_writable(prefix, ".idx")) as file:
         for piece in (head, lengths.astype("<i4"), offsets.astype("<i8"), bounds.astype("<i8")):
             file.write(piece if isinstance(piece, bytes) else piece.tobytes())
 
@@ -148,10 +148,11 @@ def export_megatron(split_dir: Path, prefix: Path) -> int:
     (``megatron_counts``).
 
     Raises:
-        ShardMistakeError: ``split_dir`` is no split, or ``prefix`` a folder.
+        ShardMistakeError: ``split_dir`` is no split, or no pair can be written at ``prefix``.
         ShardError: a shard is missing or damaged.
     """
-    data = _beside(prefix, ".bin")
+    data = _writable(prefix, ".bin")
+    _writable(prefix, ".idx")
     if prefix.is_dir():
         raise ShardMistakeError(f"PREFIX {prefix} is a folder; add a name for the pair: {prefix / 'NAME'}")
     manifest = Manifest.read(split_dir)
@@ -171,6 +172,23 @@ def export_megatron(split_dir: Path, prefix: Path) -> int:
         write_megatron(prefix, dtype, lengths, np.arange(len(dataset) + 1, dtype=np.int64))
         tally.write(prefix, lengths)
     return len(dataset)
+
+
+def _writable(prefix: Path, suffix: str) -> Path:
+    """The file of a pair to write: what a link points to, so that the link stays.
+
+    Raises:
+        ShardMistakeError: it would not be a regular file of its own, or would lie among the shards of a split.
+    """
+    path = _beside(prefix, suffix)
+    for taken in (prefix, path):
+        if taken.exists() and not taken.is_file() and not taken.is_dir():
+            raise ShardMistakeError(
+                f"PREFIX {prefix}: {taken} is a device or a pipe; name files that do not exist"
+            )
+    if (path.resolve().parent / MANIFEST_NAME).exists():
+        raise ShardMistakeError(f"PREFIX {prefix} lies in a folder of shards; choose another folder")
+    return path.resolve() if path.is_symlink() else path
 
 
 def import_megatron(

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from calm_scale.checkpoint.card import Card
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.exit_codes import EXIT_OK
 from calm_scale.runtime.departure import joined
@@ -46,7 +47,7 @@ def run_scoring(
         if all(reasons):
             raise ConfigError(f"nothing to score: {reasons[0]}; give a text of another length")
         fitting = [tokens for tokens, why in zip(ids, reasons, strict=True) if why is None]
-        scores = iter(score_texts(opened.model, fitting, alpha=_alpha(config), seed=config.seed))
+        scores = iter(score_texts(opened.model, fitting, alpha=_alpha(opened.card), seed=config.seed))
         rows = [
             {"text": text, **(asdict(next(scores)) if why is None else _unscored(len(tokens), why))}
             for text, tokens, why in zip(wanted, ids, reasons, strict=True)
@@ -56,10 +57,10 @@ def run_scoring(
         return EXIT_OK
 
 
-def _alpha(config: RunConfig) -> float:
-    """The exponent of the run's energy loss; 1 for a head that is trained otherwise."""
-    head = lm_section(config).head
-    return head.alpha if head.kind == "energy" else 1.0
+def _alpha(card: Card) -> float:
+    """The exponent of the energy loss the model was trained with; 1 for a head that is trained otherwise."""
+    head = card.config["lm"]["head"]
+    return float(head["alpha"]) if head["kind"] == "energy" else 1.0
 
 
 def _unfit(config: RunConfig, num_tokens: int) -> str | None:

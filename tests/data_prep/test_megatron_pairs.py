@@ -126,3 +126,14 @@ def test_a_full_disk_names_the_file_and_leaves_no_part(
         import_pair(tmp_path / "out/pair")
     assert raised.value.filename == str(tmp_path / "back/train/imported-000000.shard")
     assert not list((tmp_path / "back/train").iterdir())
+
+
+def test_a_pair_is_written_beside_nothing_it_could_destroy(tmp_path: Path, split: Path) -> None:
+    with pytest.raises(ShardMistakeError, match="is a device or a pipe"):
+        export_megatron(split, Path("/dev/null"))
+    with pytest.raises(ShardMistakeError, match="lies in a folder of shards"):
+        export_megatron(split, split / "pair")
+    target = tmp_path / "elsewhere.bin"
+    (tmp_path / "pair.bin").symlink_to(target)
+    export_megatron(split, tmp_path / "pair")
+    assert (tmp_path / "pair.bin").is_symlink() and target.stat().st_size > 0

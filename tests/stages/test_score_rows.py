@@ -30,7 +30,8 @@ class _Uniform:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     tokenizer = SimpleNamespace(before_document=(0,), encode=lambda text: [1] * len(text))
     monkeypatch.setattr(stage, "trained_tokenizer", lambda *_: tokenizer)
-    monkeypatch.setattr(stage, "open_model", lambda *_: SimpleNamespace(model=_Uniform()))
+    card = SimpleNamespace(config={"lm": {"head": {"kind": "softmax"}}})
+    monkeypatch.setattr(stage, "open_model", lambda *_: SimpleNamespace(model=_Uniform(), card=card))
     backbone = {"num_layers": 1, "hidden_size": 8, "ffn_size": 8, "num_heads": 2, "positions": 4}
     training = {"steps": 6, "global_batch": 8, "micro_batch": 4}
     section = {"backbone": backbone, "head": {"kind": "softmax"}, "training": training}
@@ -54,9 +55,9 @@ def test_only_texts_beyond_the_context_are_a_mistake(run: RunConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "expected"), [({"kind": "energy", "alpha": 1.5}, 1.5), ({"kind": "flow"}, 1.0)]
+    ("head", "expected"), [({"kind": "energy", "alpha": 1.5}, 1.5), ({"kind": "flow", "num_repeats": 8}, 1.0)]
 )
-def test_texts_are_scored_with_the_alpha_of_the_run(
+def test_texts_are_scored_with_the_alpha_that_the_model_was_trained_with(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head: dict[str, Any], expected: float
 ) -> None:
     from calm_scale.evaluation.energy import TextScore
@@ -68,9 +69,9 @@ def test_texts_are_scored_with_the_alpha_of_the_run(
         return [TextScore("energy", 1.0, 0.5, 1, 2) for _ in texts]
 
     monkeypatch.setattr("calm_scale.evaluation.energy.score_texts", scored)
-    document = run.model_dump()
-    document["lm"]["head"] = head
+    card = SimpleNamespace(config={"lm": {"head": head}})
+    monkeypatch.setattr(stage, "open_model", lambda *_: SimpleNamespace(model=_Uniform(), card=card))
     out = tmp_path / "rows.jsonl"
-    assert stage.run_scoring(RunConfig.model_validate(document), texts=["aaé"], out=out) == 0
+    assert stage.run_scoring(run, texts=["aaé"], out=out) == 0
     assert given == [expected]
     assert json.loads(out.read_text(encoding="utf-8"))["text"] == "aaé"
