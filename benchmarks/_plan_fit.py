@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import log
-from typing import TYPE_CHECKING
 
 import numpy as np
+from _published import Row
 from scipy.optimize import least_squares
-
-if TYPE_CHECKING:
-    from plan_accuracy import Row
 
 from calm_scale.accounting.hardware import device
 from calm_scale.accounting.software import EAGER, MIXED, Software

@@ -54,10 +54,9 @@ class Verdict:
     def text(self) -> str:
         """The verdict for people."""
         head = f"rank {self.rank} on {self.node} failed first: {describe(self.code)}"
-        if not self.lines:
+        if not self.lines or not self.log:  # without a log of its own, what it said went to the terminal
             return f"{head}; its last lines are above"
-        where = f" ({self.log})" if self.log else ""
-        return "\n".join([f"{head}; its last lines{where}:", *(f"  | {line}" for line in self.lines)])
+        return "\n".join([f"{head}; its last lines ({self.log}):", *(f"  | {line}" for line in self.lines)])
 
 
 def describe(code: int) -> str:

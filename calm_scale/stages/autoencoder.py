@@ -15,8 +15,7 @@ from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.world import World
 from calm_scale.stages.launch import autoencoder_section
-from calm_scale.stages.readiness import make_ready, open_together
-from calm_scale.stages.splits import open_if_prepared, open_training_split
+from calm_scale.stages.readiness import open_data
 from calm_scale.stages.training import run_loop
 from calm_scale.training.loop import Outcome
 from data_prep.reading import ShardDataset
@@ -38,20 +37,7 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
     with joined("autoencoder", folder, limit, config.device, config.join_minutes * 60) as departure:
         world = departure.world
         beat = departure.watchdog.beat
-        train = open_together(
-            world,
-            config.data_dir / stage.split,
-            lambda: open_training_split(config, stage.split, tokens_per_sample),
-            beat,
-        )
-        heldout = open_together(
-            world,
-            config.data_dir / "heldout",
-            lambda: open_if_prepared(config, "heldout", tokens_per_sample),
-            beat,
-        )
-        train = make_ready(config, train, world, beat)
-        heldout = make_ready(config, heldout, world, beat) if heldout is not None else None
+        train, heldout = open_data(config, stage.split, tokens_per_sample, world, beat)
         from calm_scale.training.deepspeed_engine import DeepSpeedEngine
 
         engine = DeepSpeedEngine(

@@ -11,8 +11,7 @@ from calm_scale.runtime.determinism import set_deterministic
 from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.stages.launch import lm_section
-from calm_scale.stages.readiness import make_ready, open_together
-from calm_scale.stages.splits import open_if_prepared, open_training_split
+from calm_scale.stages.readiness import open_data
 from calm_scale.stages.training import run_loop
 from data_prep.reading import ShardDataset
 
@@ -35,20 +34,7 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
     with joined("lm", folder, limit, config.device, config.join_minutes * 60) as departure:
         world = departure.world
         beat = departure.watchdog.beat
-        train = open_together(
-            world,
-            config.data_dir / "train",
-            lambda: open_training_split(config, "train", tokens_per_sample),
-            beat,
-        )
-        heldout = open_together(
-            world,
-            config.data_dir / "heldout",
-            lambda: open_if_prepared(config, "heldout", tokens_per_sample),
-            beat,
-        )
-        train = make_ready(config, train, world, beat)
-        heldout = make_ready(config, heldout, world, beat) if heldout is not None else None
+        train, heldout = open_data(config, "train", tokens_per_sample, world, beat)
         from calm_scale.training.megatron_engine import MegatronEngine
 
         codec, fingerprint = None, None

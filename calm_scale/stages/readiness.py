@@ -14,6 +14,7 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import ReadingConfig
 from calm_scale.config.wording import counted
 from calm_scale.runtime.late_files import see_alike
+from calm_scale.stages.splits import open_if_prepared, open_training_split
 from data_prep.errors import ShardError
 from data_prep.manifest import MANIFEST_NAME, Manifest
 from data_prep.reading import ShardDataset
@@ -53,6 +54,29 @@ def open_together(
     if opened:
         return opened[0]
     return None if told is None else ShardDataset(folder, **told | {"seen": _seen(*told["seen"])})  # type: ignore
+
+
+def open_data(
+    config: RunConfig, split: str, tokens_per_sample: int, world: World, beat: Callable[[], object]
+) -> tuple[ShardDataset, ShardDataset | None]:
+    """The splits of a training, opened together and made ready: the one it trains on, and the held-out one if any.
+
+    Raises: as ``open_together``, ``open_training_split`` and ``make_ready``.
+    """
+    train = open_together(
+        world,
+        config.data_dir / split,
+        lambda: open_training_split(config, split, tokens_per_sample),
+        beat,
+    )
+    heldout = open_together(
+        world,
+        config.data_dir / "heldout",
+        lambda: open_if_prepared(config, "heldout", tokens_per_sample),
+        beat,
+    )
+    ready = make_ready(config, train, world, beat)
+    return ready, None if heldout is None else make_ready(config, heldout, world, beat)
 
 
 def _described(dataset: ShardDataset) -> dict[str, Any]:
