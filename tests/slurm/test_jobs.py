@@ -383,6 +383,30 @@ def test_dead_node_is_nobodys_fault(slurm, profile: Profile, make_run: MakeRun) 
     assert lives[1].started_at >= 5
 
 
+def test_a_rank_killed_in_a_container_ends_the_others_and_the_job_goes_on(
+    slurm, profile: Profile, make_run: MakeRun
+) -> None:
+    """apptainer is a stand-in that starts the command in the folder it is told."""
+    run = make_run("contained", {"lm": {"steps": 40, "seconds": 0.2, "interval": 5}})
+    program = run.workdir / "bin" / "apptainer"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/bash\ncd "$3" || exit 1\nshift 3\nwhile [[ $1 == --bind ]]; do shift 2; done\nshift\nexec "$@"\n'
+    )
+    program.chmod(0o755)
+    container = {"runtime": "apptainer", "image": "/images/calm.sif"}
+    setup = [f"export PATH={shlex.quote(str(program.parent))}:$PATH"]
+    cluster = profile(**SHORT, container=container, setup=setup)
+    job = ids(submit(run, cluster, stages=["lm"]))["lm"]
+    wait_for(lambda: newest(run) >= 5 and len(ranks(run, 1)) == 2, 90, "a checkpoint")
+    os.kill(ranks(run, 1)[1]["pid"], signal.SIGKILL)
+    slurm.wait_state(job, "COMPLETED", seconds=150)
+    lives = attempts(run)
+    assert [life.cause for life in lives] == ["crash", "finished"]
+    assert lives[1].started_at >= 5
+    assert "failed with code" not in job_log(run, "lm", job)
+
+
 def test_sbatch_accepts_every_script(slurm, profile: Profile, make_run: MakeRun) -> None:
     for number, changes in enumerate([{}, {"mpi": "mpirun", "constraint": None, "memory_per_node": "1M"}]):
         submission = submit(
