@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from calm_scale.config import RunConfig, load
 from launchers.environment import facts
 
 STAGES = {"prep": "prep", "train-ae": "autoencoder", "train-lm": "lm", "eval": "eval"}
@@ -80,19 +81,17 @@ def meet(folder: Path, step: int, rank: int, size: int, told: bool) -> bool:
 def save(checkpoints: Path, step: int, settings: dict[str, float], rank: int) -> None:
     time.sleep(settings.get("save_seconds", 0))
     if rank == 0 and not (checkpoints / f"step_{step:08d}").exists():
-        write_checkpoint(checkpoints, step)
+        write_checkpoint(checkpoints, step, load(Path(sys.argv[2])))
 
 
-def write_checkpoint(checkpoints: Path, step: int) -> None:
+def write_checkpoint(checkpoints: Path, step: int, run: RunConfig) -> None:
     """A complete checkpoint of the run whose only file is its card: the program judges it, also at a submission."""
     from calm_scale.checkpoint.card import Card, Counters
     from calm_scale.checkpoint.files import checksum
     from calm_scale.checkpoint.manifest import FileEntry, FileList
-    from calm_scale.config import load
 
     folder = checkpoints / f"step_{step:08d}.tmp"
     folder.mkdir(exist_ok=True)
-    run = load(Path(sys.argv[2]))
     stage = checkpoints.parent.name
     names = {"stage": stage, "run_id": "stand-in", "config_hash": "", "tokenizer_fingerprint": ""}
     more = {"shards_fingerprint": "", "patch_size": run.patch_size, "vocab_size": run.vocab_size}

@@ -355,7 +355,7 @@ def test_an_evaluation_that_the_site_refuses_is_asked_for_three_times(
     clients: Clients, profile: Profile, make_run: MakeRun
 ) -> None:
     run = make_run("evals")
-    write_checkpoint(run.workdir / "lm/checkpoints", 4)
+    write_checkpoint(run, 4)
     clients.write("sbatch", "echo 'sbatch: error: Access denied' >&2; exit 1")
     work = "sleep 3"
     script = script_of(run, plain(profile, eval_each_checkpoint=True), work)
@@ -366,15 +366,16 @@ def test_an_evaluation_that_the_site_refuses_is_asked_for_three_times(
     assert text.count("sbatch refused the evaluation of step 4: sbatch: error: Access denied") >= 1
 
 
-def write_checkpoint(folder: Path, step: int) -> None:
+def write_checkpoint(run: RunConfig, step: int) -> None:
     """A complete one, as the stand-in for a training writes it."""
     spec = importlib.util.spec_from_file_location("stand_in", Path(__file__).parent / "stand_in.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    folder = run.workdir / "lm/checkpoints"
     folder.mkdir(parents=True)
-    module.write_checkpoint(folder, step)
+    module.write_checkpoint(folder, step, run)
 
 
 def exclude(run: RunConfig, *entries: tuple[str, float, str]) -> RunRecord:
