@@ -22,6 +22,8 @@ ANSWER_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _LONGEST_POLL_SECONDS = 1.0
 _BACKLOG = 4096
+_BEGIN = b"begin\n"
+"""The last word to a rank: all are here, and the port now belongs to the store."""
 _LONGEST_LINE = 512
 _SHOWN = 16
 
@@ -70,7 +72,7 @@ def find_port(address: str, candidates: Sequence[int], identity: str, rank: int,
     pause = _POLL_SECONDS
     while (waited := time.monotonic() - started) < seconds:
         for port in candidates:
-            if _asked(address, port, identity, rank, waited):
+            if _asked(address, port, identity, rank, waited, seconds - waited):
                 return port
         time.sleep(pause * random.uniform(0.5, 1.0))  # many ranks must not knock in step
         pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
@@ -87,7 +89,8 @@ class _Welcome:
         self._identity, self._world_size, self._seconds = identity, world_size, seconds
         self._missing = set(range(1, world_size))
         self._first_arrival = time.monotonic()
-        self._news = asyncio.Event()
+        self._news, self._together = asyncio.Event(), asyncio.Event()
+        self._here: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
         server = await asyncio.start_server(
@@ -105,29 +108,39 @@ class _Welcome:
                 self._news.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), left)
+            server.close()  # before anybody is let go: what comes to this port from here on is for the store
+            self._together.set()
+            await asyncio.gather(*self._here)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(
-            OSError, ValueError, TimeoutError
-        ):  # somebody else, or a rank that will ask again
+        # Errors are those of somebody else, or of a rank that will ask again; cancelled is who never finished asking.
+        with contextlib.suppress(OSError, ValueError, TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(ANSWER_SECONDS):
-                await self._talk(reader, writer)
+                is_rank = await self._talk(reader, writer)
+            if is_rank and (task := asyncio.current_task()) is not None:
+                self._here.add(task)
+                await self._together.wait()
+                writer.write(_BEGIN)
+                await writer.drain()
         writer.close()
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A rank counts as here when it has asked for this job and heard the answer."""
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether it is a rank: it has asked for this job and heard the answer."""
         asked, rank, waited = (await reader.readline()).decode(errors="replace").rstrip("\n").rsplit(" ", 2)
         if asked != f"calm-scale {self._identity}":
-            return
+            return False
         self._first_arrival = min(self._first_arrival, time.monotonic() - float(waited))
         writer.write(f"here {self._identity}\n".encode())
         await writer.drain()
-        if await reader.readline() == b"coming\n":
+        is_coming = await reader.readline() == b"coming\n"
+        if is_coming:
             self._missing.discard(int(rank))
         self._news.set()
+        return is_coming
 
 
-def _asked(address: str, port: int, identity: str, rank: int, waited: float) -> bool:
+def _asked(address: str, port: int, identity: str, rank: int, waited: float, left: float) -> bool:
+    """Whether this job's rank 0 answers there; returns once all ranks are together, after ``left`` seconds at most."""
     with (
         contextlib.suppress(OSError),
         socket.create_connection((address, port), timeout=ANSWER_SECONDS) as connection,
@@ -135,7 +148,8 @@ def _asked(address: str, port: int, identity: str, rank: int, waited: float) -> 
         connection.sendall(f"calm-scale {identity} {rank} {waited:.1f}\n".encode())
         if _line(connection) == f"here {identity}":
             connection.sendall(b"coming\n")
-            return True
+            connection.settimeout(max(left, ANSWER_SECONDS))
+            return _line(connection) == _BEGIN.decode().rstrip("\n")
     return False
 
 

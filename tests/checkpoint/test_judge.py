@@ -126,13 +126,21 @@ def test_list_resume_status_and_run_id_agree_on_spoilt_folders(seed: int, stage:
 
 
 def run_function(name: str, stage: Stage, before: str = "") -> str:
-    """What a function of the job script prints."""
-    text = PREAMBLE.read_text()
-    start = text.index(f"\n{name}() {{") + 1
-    function = text[start : text.index("\n}\n", start) + 3]
-    setting = f"PROGRESS=('{stage.root}') index=0 STAGE=lm PYTHON='{sys.executable}' STATE='{stage.folder}'\n"
-    shell = ["bash", "-uc", f"{setting}{before}\n{function}{name}"]
+    """What a function of the job script prints, outside of a container."""
+    tool = function_of(PREAMBLE.with_name("container.sh.j2"), "tool")
+    setting = (
+        f"PROGRESS=('{stage.root}') index=0 STAGE=lm PYTHON='{sys.executable}' STATE='{stage.folder}'\n"
+        "CONTAINER='' WRAPPER=() SETUP_PROBLEM='' CONTAINER_PROBLEM='' UNANSWERED=0 STARTED_AT=-1 EVALUATED=none\n"
+    )
+    shell = ["bash", "-uc", f"{setting}{before}\n{tool}{function_of(PREAMBLE, name)}{name}"]
     return subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+
+
+def function_of(template: Path, name: str) -> str:
+    """One function of the job script, as it stands in its template."""
+    text = template.read_text()
+    start = text.index(f"\n{name}() {{") + 1
+    return text[start : text.index("\n}\n", start) + 3]
 
 
 def script_says(stage: Stage) -> int:

@@ -86,13 +86,40 @@ def test_hundreds_of_slow_ranks_are_answered_side_by_side_and_at_the_first_try()
 def test_the_time_to_join_counts_from_the_first_rank_that_came() -> None:
     with meeting.take_port([free_port()]) as listener:
         port = listener.getsockname()[1]
-        caller = threading.Thread(target=meeting._asked, args=("127.0.0.1", port, "x", 1, 29.0))
+        caller = threading.Thread(target=meeting._asked, args=("127.0.0.1", port, "x", 1, 29.0, 1.0))
         caller.start()
         started = time.monotonic()
         with pytest.raises(LaunchError, match="1 of 3 ranks have not joined after 30 s: 2"):
             meeting.welcome(listener, "x", 3, 30.0)
         assert time.monotonic() - started < 10
         caller.join()
+
+
+def test_what_comes_after_the_meeting_is_left_for_the_store() -> None:
+    """A rank that came early connects to the store at once: not before the last rank is here, nor to the meeting."""
+    with meeting.take_port([free_port()]) as listener:
+        port = listener.getsockname()[1]
+        connected: list[socket.socket] = []
+
+        def rank(number: int, after: float) -> None:
+            time.sleep(after)
+            meeting.find_port("127.0.0.1", [port], "x", number, 30.0)
+            connected.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+            connected[-1].sendall(b"store")
+
+        ranks = [threading.Thread(target=rank, args=(1, 0.0)), threading.Thread(target=rank, args=(2, 1.0))]
+        for thread in ranks:
+            thread.start()
+        meeting.welcome(listener, "x", 3, 30.0)
+        listener.settimeout(10)
+        for _ in ranks:
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.recv(5) == b"store"
+        for thread in ranks:
+            thread.join()
+        for client in connected:
+            client.close()
 
 
 def test_when_all_candidates_are_taken() -> None:

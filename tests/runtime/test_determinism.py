@@ -86,8 +86,6 @@ def test_a_training_sets_it_before_its_ranks_join(stage: str, monkeypatch: pytes
 
     room = {"autoencoder": autoencoder, "lm": lm}[stage]
     wanted: list[bool] = []
-    monkeypatch.setattr(room, "open_training_split", lambda *_: None)
-    monkeypatch.setattr(room, "open_if_prepared", lambda *_: None)
     monkeypatch.setattr(room, "set_deterministic", wanted.append)
     monkeypatch.setattr(room, "joined", joined)
     train = {"autoencoder": autoencoder.train_autoencoder, "lm": lm.train_lm}[stage]
