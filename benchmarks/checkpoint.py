@@ -32,7 +32,7 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.checkpoint.card import Card, Counters
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import RunConfig
-from calm_scale.config.checkpoint import CheckpointConfig
+from calm_scale.config.training import CheckpointConfig
 from calm_scale.runtime.world import World, init_world
 from calm_scale.training.engine import Batch
 from launchers.local import launch

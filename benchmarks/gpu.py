@@ -24,7 +24,7 @@ import torch
 from calm_scale.accounting.costs import step_flops
 from calm_scale.accounting.utilization import utilization
 from calm_scale.config import RunConfig, load
-from calm_scale.config.outputs import write_output
+from calm_scale.config.files import write_output
 from calm_scale.lm.energy_score import energy_score
 from calm_scale.lm.heads import EnergyHead, build_head
 from calm_scale.runtime.noise import PositionNoise

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calm_scale.config.late_files import VARIABLE, wait_seconds, wait_until_visible
+from calm_scale.config.files import FILE_WAIT_VARIABLE, file_wait_seconds, wait_until_visible
 from data_prep.changes import join_digests
 from data_prep.documents import HARMLESS
 from data_prep.errors import PrepError
@@ -77,8 +77,9 @@ def collect(plan: Plan, journal: Journal) -> tuple[list[SegmentRecord], Totals]:
             continue
         if late:
             raise PrepError(
-                f"{late}: a worker wrote it, and {socket.gethostname()} does not see it after {wait_seconds():g} s, so "
-                f"that {source.name} is not complete here; rerun prep, or set {VARIABLE} to wait longer"
+                f"{late}: a worker wrote it, and {socket.gethostname()} does not see it after "
+                f"{file_wait_seconds():g} s, so that {source.name} is not complete here; rerun prep, or "
+                f"set {FILE_WAIT_VARIABLE} to wait longer"
             )
         records += found
         totals.contents.append(join_digests([record.content for record in found]))

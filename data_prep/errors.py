@@ -7,7 +7,7 @@ import shutil
 import traceback
 from pathlib import Path
 
-from calm_scale.config.base import CalmScaleError, ConfigError
+from calm_scale.config.errors import CalmScaleError, ConfigError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No room on the disk, none in the quota, or a limit on the size of a file."""

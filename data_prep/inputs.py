@@ -15,7 +15,7 @@ import xxhash
 import zstandard
 
 from calm_scale.config.data import SourceConfig
-from calm_scale.config.wording import counted
+from calm_scale.config.terminal import counted
 from data_prep.errors import SourceError, SourceMistakeError
 from data_prep.hub import commit_of
 

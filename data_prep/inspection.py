@@ -12,9 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.config.files import new_file
-from calm_scale.config.outputs import is_regular, refuse_unwritable, write_output
-from calm_scale.config.stored import checked
+from calm_scale.config.files import checked, is_regular, new_file, refuse_unwritable, write_output
 from data_prep.errors import ShardMistakeError, TokenizerMistakeError
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.reading import ShardDataset

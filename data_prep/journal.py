@@ -17,8 +17,7 @@ from pathlib import Path
 
 from calm_scale.config.data import SPLITS
 from calm_scale.config.exclusive import OccupiedError, exclusive
-from calm_scale.config.files import write_atomically
-from calm_scale.config.stored import checked, read_object
+from calm_scale.config.files import checked, read_object, write_atomically
 from data_prep.changes import has_content_of, list_changes
 from data_prep.errors import PrepError, PrepMistakeError
 from data_prep.plan import Plan

@@ -12,8 +12,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict
 
-from calm_scale.config.files import write_atomically
-from calm_scale.config.stored import checked, read_object
+from calm_scale.config.files import checked, read_object, write_atomically
 from data_prep.errors import ShardError, ShardMistakeError
 
 FORMAT_VERSION = 1

@@ -14,8 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from calm_scale.config.files import write_atomically
-from calm_scale.config.stored import checked, read_object
+from calm_scale.config.files import checked, read_object, write_atomically
 from data_prep.errors import ShardMistakeError
 from data_prep.manifest import DocumentCounts, Manifest
 from data_prep.tokenizer import Tokenizer

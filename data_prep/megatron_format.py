@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from calm_scale.config.files import naming, new_file
-from calm_scale.config.wording import counted
+from calm_scale.config.terminal import counted
 from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
 from data_prep.journal import FolderLock
 from data_prep.manifest import MANIFEST_NAME, Manifest, ShardEntry, SourceEntry, TokenCounts

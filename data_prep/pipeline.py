@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from calm_scale.config import RunConfig
-from calm_scale.config.base import CalmScaleError
-from calm_scale.config.wording import counted
+from calm_scale.config.errors import CalmScaleError
+from calm_scale.config.terminal import counted
 from data_prep.assemble import check_limit, collect, reweigh, write_rejected, write_split
 from data_prep.changes import has_digest
 from data_prep.cold import ColdShard, remove_unnamed

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from calm_scale.config import RunConfig
-from calm_scale.config.base import ConfigError
 from calm_scale.config.data import PrepConfig, TokenizerConfig
-from calm_scale.config.wording import counted
+from calm_scale.config.errors import ConfigError
+from calm_scale.config.terminal import counted
 from data_prep.errors import PrepError
 from data_prep.estimate import BYTES_PER_SECOND, BYTES_PER_TOKEN, SHARD_OVERHEAD, measure
 from data_prep.inputs import Input, list_inputs

@@ -10,8 +10,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from calm_scale.config.base import CalmScaleError, ConfigError
 from calm_scale.config.data import TokenizerConfig
+from calm_scale.config.errors import CalmScaleError, ConfigError
 from data_prep.errors import CorruptSourceError, EncoderMismatchError, PrepError, PrepMistakeError, explain
 from data_prep.journal import Journal
 from data_prep.plan import Plan

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from calm_scale.config.late_files import wait_until_visible
+from calm_scale.config.files import wait_until_visible
 from data_prep.cold import ColdShard
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.gathering import RowGatherer

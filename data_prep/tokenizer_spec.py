@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.config.wording import counted
+from calm_scale.config.terminal import counted
 from data_prep.errors import TokenizerMistakeError
 from data_prep.user_cache import load_cached, save_cached
 

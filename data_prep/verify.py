@@ -11,7 +11,7 @@ import xxhash
 from pydantic import ValidationError
 from rich.console import Console
 
-from calm_scale.config.wording import counted
+from calm_scale.config.terminal import counted
 from data_prep.cold import open_cold
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.manifest import MANIFEST_NAME, DocumentCounts, Manifest, ShardEntry, TokenCounts

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from calm_scale.config.exit_codes import EXIT_REQUEUE
+from calm_scale.config.errors import EXIT_REQUEUE
 from calm_scale.config.terminal import survive_any_output
 from launchers.claims import MARK
 from launchers.cores import cores_per_rank

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from calm_scale.config.exit_codes import EXIT_REQUEUE
+from calm_scale.config.errors import EXIT_REQUEUE
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 

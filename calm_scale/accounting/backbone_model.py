@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from calm_scale.accounting.components import Component, linear, weights
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.lm import BackboneConfig, LMStage
 from calm_scale.config.run import RunConfig
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.kernels import COPY_SHARE
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 
 
 class Measured(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 
 GB = 10**9
 TERA = 10**12

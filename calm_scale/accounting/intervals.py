@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from calm_scale.config.checkpoint import NODE_MTBF_HOURS
+from calm_scale.config.training import NODE_MTBF_HOURS
 
 
 def job_mtbf(num_nodes: int, node_mtbf_hours: float = NODE_MTBF_HOURS) -> float:

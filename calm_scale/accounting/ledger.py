@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from calm_scale.accounting.lines import append_lines
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 
 FORMAT_VERSION = 1
 _FAR = 1e15

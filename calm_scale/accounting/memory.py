@@ -11,7 +11,7 @@ from calm_scale.accounting.autoencoder_model import autoencoder_components, mode
 from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.sharding import StageParameters, stage_parameters
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
 
 ADAM_STATES = 2

@@ -12,7 +12,7 @@ from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.layout import PipelineBound, balance, pipeline_bound
 from calm_scale.accounting.memory import Memory
 from calm_scale.accounting.timing import StepTime, step_time
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
 
 USABLE_MEMORY = 0.9

@@ -16,10 +16,9 @@ from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.model import lm_parameters
 from calm_scale.accounting.report.document import seconds_text
-from calm_scale.config.base import ConfigError
-from calm_scale.config.checkpoint import UNESTIMATED_STEPS
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
-from calm_scale.config.training import TrainingConfig
+from calm_scale.config.training import UNESTIMATED_STEPS, TrainingConfig
 
 Stage = Literal["autoencoder", "lm"]
 

@@ -31,7 +31,7 @@ from calm_scale.accounting.links import Ring, collective_seconds, ring, rings
 from calm_scale.accounting.model import head_components, input_encoder, loss_components, target_encoder
 from calm_scale.accounting.sharding import StageParameters, stage_parameters
 from calm_scale.accounting.software import OURS, Software
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
 
 UPDATE_BYTES = FP32 + 3 * 2 * FP32

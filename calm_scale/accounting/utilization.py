@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from calm_scale.accounting.hardware import by_name
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 
 
 class UtilizationError(CalmScaleError):

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from calm_scale.config import RunConfig
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
-from calm_scale.config.base import ConfigError, Section
-from calm_scale.config.stored import checked, read_object
+from calm_scale.config.errors import ConfigError
+from calm_scale.config.files import checked, read_object
+from calm_scale.config.section import Section
 
 CARD_FILE = "card.json"
 FORMAT_VERSION = 1

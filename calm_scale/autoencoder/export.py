@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from calm_scale.autoencoder.card import CARD_FILE, EXPORT_AGAIN, ExportCard, ExportError, read_card
 from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 
 MODEL_FILE = "model.safetensors"
 

@@ -14,8 +14,8 @@ from calm_scale.checkpoint.errors import CheckpointError, UnknownRunError
 from calm_scale.checkpoint.files import write_json
 from calm_scale.checkpoint.layout import CARD, SUSPECT
 from calm_scale.config import RunConfig, config_hash
-from calm_scale.config.base import Section
-from calm_scale.config.stored import checked
+from calm_scale.config.files import checked
+from calm_scale.config.section import Section
 
 S = TypeVar("S", bound=Section)
 FORMAT_VERSION = 1

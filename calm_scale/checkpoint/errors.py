@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from calm_scale.config.base import CalmScaleError, ConfigError
+from calm_scale.config.errors import CalmScaleError, ConfigError
 
 
 class CheckpointError(CalmScaleError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from calm_scale.config.checkpoint import CheckpointConfig
+from calm_scale.config.training import CheckpointConfig
 
 
 def superfluous(

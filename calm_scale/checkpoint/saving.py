@@ -18,7 +18,7 @@ from calm_scale.checkpoint.files import checksum, sync_folder
 from calm_scale.checkpoint.judge import judge, summary
 from calm_scale.checkpoint.layout import CARD, SHARDS, TMP, folder_name
 from calm_scale.checkpoint.manifest import FileEntry, FileList, share_by_size
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 from calm_scale.runtime.background import Background
 from calm_scale.runtime.late_files import files_under, see_alike
 

@@ -34,7 +34,7 @@ from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_n
 from calm_scale.checkpoint.manifest import FileList
 from calm_scale.checkpoint.retention import superfluous
 from calm_scale.checkpoint.saving import Save, Work
-from calm_scale.config.checkpoint import CheckpointConfig
+from calm_scale.config.training import CheckpointConfig
 from calm_scale.runtime.background import Background
 from calm_scale.runtime.late_files import files_under, see_alike
 

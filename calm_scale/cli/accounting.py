@@ -9,7 +9,7 @@ import typer
 
 from calm_scale.cli.options import ConfigFile, JsonFile, Overrides, amount, output_file, user_path
 from calm_scale.config import load
-from calm_scale.config.outputs import refuse_same_file
+from calm_scale.config.files import refuse_same_file
 
 
 def register(app: typer.Typer) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from calm_scale.config import ConfigError
-from calm_scale.config.outputs import refuse_unwritable
-from calm_scale.config.values import expand_user
+from calm_scale.config.files import refuse_unwritable
+from calm_scale.config.section import expand_user
 
 
 def user_path(text: str) -> Path:

@@ -18,7 +18,7 @@ from calm_scale.cli.options import (
     with_device,
 )
 from calm_scale.config import RunConfig, load
-from calm_scale.config.outputs import refuse_same_file
+from calm_scale.config.files import refuse_same_file
 
 
 def register(app: typer.Typer) -> None:

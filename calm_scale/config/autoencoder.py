@@ -1,14 +1,27 @@
-"""The autoencoder: architecture, objective and training (method §1, paper §2)."""
+"""The autoencoder: architecture, objective, training (paper §2), laid out by DeepSpeed ZeRO."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from calm_scale.config.base import Section
-from calm_scale.config.parallel import ZeroConfig
+from calm_scale.config.section import Section
 from calm_scale.config.training import TrainingConfig
+
+_OWNED_BY_TRAINING = {
+    "train_batch_size": "training.global_batch",
+    "train_micro_batch_size_per_gpu": "training.micro_batch",
+    "gradient_accumulation_steps": "training.global_batch and training.micro_batch",
+    "gradient_clipping": "training.optimizer.clip_norm",
+    "optimizer": "training.optimizer and zero.optimizer",
+    "scheduler": "training.optimizer.schedule",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+    "torch_autocast": "training.precision",
+    "zero_optimization.stage": "zero.stage",
+}
+"""DeepSpeed keys that other settings decide, and where to set them instead."""
 
 
 class AutoencoderModelConfig(Section):
@@ -56,6 +69,36 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 f"posterior: deterministic has no KL term, but kl_weight is {self.kl_weight}; set kl_weight: 0"
             )
+        return self
+
+
+class ZeroConfig(Section):
+    """DeepSpeed ZeRO for the autoencoder. ``data`` is the number of ranks; None takes what the launcher gives.
+
+    ``offload: cpu`` keeps the optimizer state in host memory. ``optimizer`` chooses the AdamW implementation:
+    ``torch`` (fused kernels, nothing to compile), ``cpu_adam`` (DeepSpeed's vectorised one, compiled on first
+    use), or ``auto``: ``cpu_adam`` when offloading from a GPU where it builds, else ``torch``. ``overrides`` is
+    merged into the DeepSpeed configuration.
+    """
+
+    stage: Literal[0, 1, 2, 3] = 1
+    data: int | None = Field(default=None, gt=0)
+    offload: Literal["none", "cpu"] = "none"
+    optimizer: Literal["auto", "torch", "cpu_adam"] = "auto"
+    overrides: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _overrides_leave_the_contract(self) -> ZeroConfig:
+        for key, instead in _OWNED_BY_TRAINING.items():
+            section: Any = self.overrides
+            for part in key.split("."):
+                section = section.get(part) if isinstance(section, dict) else None
+            if section is not None:
+                raise ValueError(f"overrides.{key} is decided by {instead}; set that instead")
+        if self.offload == "cpu" and self.stage == 0:
+            raise ValueError("offload: cpu needs ZeRO stage 1, 2 or 3; stage 0 partitions nothing")
+        if self.optimizer == "cpu_adam" and self.stage == 0:
+            raise ValueError("optimizer: cpu_adam needs ZeRO stage 1, 2 or 3; stage 0 has torch's AdamW")
         return self
 
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from calm_scale.config.base import Section
-from calm_scale.config.values import NodePathText, PathText
+from calm_scale.config.section import NodePathText, PathText, Section
 
 SPLITS = ("train", "autoencoder", "heldout")
 """What `prep` divides the documents into; each is a folder of its own."""

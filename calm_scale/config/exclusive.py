@@ -28,8 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from calm_scale.config.base import CalmScaleError
-from calm_scale.config.exit_codes import EXIT_ERROR
+from calm_scale.config.errors import EXIT_ERROR, CalmScaleError
 
 HEARTBEAT_SECONDS = 10.0
 """How often a holder gives a sign of life."""

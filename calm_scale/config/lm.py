@@ -1,4 +1,4 @@
-"""The language model: input compressor, backbone, head and training (method §2, paper §3)."""
+"""The language model: input compressor, backbone, head, layout and training (paper §3)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from calm_scale.config.base import ConfigError, Section
-from calm_scale.config.parallel import ParallelConfig
-from calm_scale.config.stored import checked
+from calm_scale.config.errors import ConfigError
+from calm_scale.config.files import checked
+from calm_scale.config.section import Section
 from calm_scale.config.training import TrainingConfig
 
 
@@ -109,6 +109,51 @@ HeadConfig = Annotated[
         custom_error_message="a head needs `kind`: energy, flow, diffusion or softmax",
     ),
 ]
+
+
+class ParallelConfig(Section):
+    """Megatron-core layout: world = tensor × pipeline × data. ``data: None`` takes what is left of the world."""
+
+    tensor: int = Field(default=1, gt=0)
+    pipeline: int = Field(default=1, gt=0)
+    virtual_pipeline: int = Field(default=1, gt=0)
+    data: int | None = Field(default=None, gt=0)
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+    recompute: Literal["none", "selective", "full"] = "none"
+    head_parallelism: Literal["position", "tensor"] = "position"
+    pipeline_layout: Literal["auto", "even"] | tuple[int, ...] = "auto"
+    check_replicas: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ParallelConfig:
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError("virtual_pipeline > 1 needs pipeline > 1")
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel needs tensor > 1")
+        chunks = self.pipeline * self.virtual_pipeline
+        if isinstance(self.pipeline_layout, tuple) and len(self.pipeline_layout) != chunks:
+            raise ValueError(
+                f"pipeline_layout lists {len(self.pipeline_layout)} stages, pipeline × virtual_pipeline is {chunks}"
+            )
+        if isinstance(self.pipeline_layout, tuple) and min(self.pipeline_layout) < 1:
+            raise ValueError(f"pipeline_layout {list(self.pipeline_layout)} leaves a stage without a layer")
+        return self
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks of one model replica: tensor × pipeline."""
+        return self.tensor * self.pipeline
+
+    def data_parallel(self, world_size: int) -> int:
+        """Data-parallel size in a world; raises ConfigError when the layout does not fill the world."""
+        data, rest = divmod(world_size, self.model_parallel)
+        if rest or data == 0 or (self.data is not None and self.data != data):
+            want = self.data or "any"
+            raise ConfigError(
+                f"{world_size} ranks do not make tensor {self.tensor} × pipeline {self.pipeline} × data {want}"
+            )
+        return data
 
 
 class LMStage(Section):

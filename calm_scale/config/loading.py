@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from calm_scale.config.base import ConfigError, Section
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
 from calm_scale.config.run_folder import CONFIG_FILE, is_stored, placed_in
-from calm_scale.config.values import expand_user
+from calm_scale.config.section import Section, expand_user
 from calm_scale.config.yaml_source import Dumper, KeyPath, Source, parse_value, read, with_value
 
 S = TypeVar("S", bound=Section)

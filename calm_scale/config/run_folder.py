@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from calm_scale.config.values import expand_user
+from calm_scale.config.section import expand_user
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration of a run's latest attempt, in its folder."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 
 KeyPath = tuple[str, ...]
 _MOST_KEYS = 100_000

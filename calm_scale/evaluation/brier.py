@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from calm_scale.evaluation.brier import EvaluationError
 from calm_scale.lm.energy_score import energy_score
 from calm_scale.runtime.finite import require_finite

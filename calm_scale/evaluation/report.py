@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from calm_scale.config.base import ConfigError
-from calm_scale.config.outputs import write_output
-from calm_scale.config.stored import read_object
-from calm_scale.config.wording import counted
+from calm_scale.config.errors import ConfigError
+from calm_scale.config.files import read_object, write_output
+from calm_scale.config.terminal import counted
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError
 from calm_scale.evaluation.evaluate import EvaluationResult
 

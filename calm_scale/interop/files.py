@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from calm_scale.autoencoder.export import save_weights
-from calm_scale.config.base import ConfigError
-from calm_scale.config.stored import read_object
+from calm_scale.config.errors import ConfigError
+from calm_scale.config.files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor

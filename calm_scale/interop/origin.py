@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from calm_scale.config.base import Section
-from calm_scale.config.stored import checked, read_object
+from calm_scale.config.files import checked, read_object
+from calm_scale.config.section import Section
 from calm_scale.interop import settings
 from calm_scale.interop.files import InteropError, WeightFiles
 

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.config.evaluation import GenerationConfig
+from calm_scale.config.files import checked, findings, read_object
 from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig
 from calm_scale.config.run import RunConfig
-from calm_scale.config.stored import checked, findings, read_object
 from calm_scale.interop.architecture import rope_theta, unbuildable
 from calm_scale.interop.files import InteropError
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.config.stored import read_object
+from calm_scale.config.files import read_object
 from calm_scale.interop.files import InteropError
 from data_prep.errors import TokenizerError
 from data_prep.tokenizer import load_tokenizer

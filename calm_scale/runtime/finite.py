@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from calm_scale.config.late_files import POLL_SECONDS, VARIABLE, WORD_SECONDS, LateFileError, wait_seconds
+from calm_scale.config.files import (
+    FILE_NOTICE_SECONDS,
+    FILE_POLL_SECONDS,
+    FILE_WAIT_VARIABLE,
+    LateFileError,
+    file_wait_seconds,
+)
 from calm_scale.runtime.world import World
 
 
@@ -20,7 +26,7 @@ def see_alike(world: World, folder: Path, look: Callable[[], set[str]]) -> None:
     Raises:
         LateFileError: on every rank, when the time is up; names a file, a rank that sees it and one that does not.
     """
-    limit, started, told = wait_seconds(), time.monotonic(), False
+    limit, started, told = file_wait_seconds(), time.monotonic(), False
     while True:
         views = world.everywhere(lambda: (socket.gethostname(), look()))
         everything = set[str]().union(*(seen for _, seen in views))
@@ -33,17 +39,17 @@ def see_alike(world: World, folder: Path, look: Callable[[], set[str]]) -> None:
         waited = world.broadcast_object(time.monotonic() - started)
         if waited >= limit:
             error = LateFileError(
-                f"{what}, after {limit:g} s. The file system shows files late, or not on every node; set {VARIABLE} "
-                "to wait longer"
+                f"{what}, after {limit:g} s. The file system shows files late, or not on every node; set "
+                f"{FILE_WAIT_VARIABLE} to wait longer"
             )
             error.shared_from = 0  # every rank has it: the first one speaks
             raise error
-        if waited >= WORD_SECONDS and not told:
+        if waited >= FILE_NOTICE_SECONDS and not told:
             told = True
             if world.is_first:
-                sys.stderr.write(f"{what} yet; waiting up to {limit:g} s ({VARIABLE})\n")
+                sys.stderr.write(f"{what} yet; waiting up to {limit:g} s ({FILE_WAIT_VARIABLE})\n")
                 sys.stderr.flush()
-        time.sleep(POLL_SECONDS)
+        time.sleep(FILE_POLL_SECONDS)
 
 
 def files_under(folder: Path, root: Path | None = None) -> set[str]:

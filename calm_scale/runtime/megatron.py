@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from calm_scale.config import ConfigError
-from calm_scale.config.lm import BackboneConfig
-from calm_scale.config.parallel import ParallelConfig
+from calm_scale.config.lm import BackboneConfig, ParallelConfig
 from calm_scale.runtime import cuda_on_cpu
 from calm_scale.runtime.world import COLLECTIVE_SECONDS
 from launchers import environment

@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from calm_scale.config.logging import LoggingConfig
+from calm_scale.config.training import LoggingConfig
 from calm_scale.runtime.curves import draw_curves
 from calm_scale.runtime.metrics import MetricsRecord, Row
 from calm_scale.runtime.wandb_mirror import WandbMirror

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from calm_scale.config.base import CalmScaleError, ConfigError
-from calm_scale.config.exit_codes import EXIT_USAGE
+from calm_scale.config.errors import EXIT_USAGE, CalmScaleError, ConfigError
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 0.5

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from calm_scale.config.logging import LoggingConfig
+from calm_scale.config.training import LoggingConfig
 
 PATIENCE_SECONDS = 30.0
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from calm_scale.config.exit_codes import EXIT_STALLED
+from calm_scale.config.errors import EXIT_STALLED
 
 
 class Watchdog:

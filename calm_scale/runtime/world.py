@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 from calm_scale.runtime import together
 from calm_scale.runtime.threads import threads_per_rank
 from launchers import environment, meeting

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

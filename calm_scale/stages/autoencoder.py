@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from calm_scale.config import RunConfig
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.errors import EXIT_OK
 from calm_scale.runtime.departure import joined
 from calm_scale.runtime.determinism import set_deterministic
 from calm_scale.runtime.finite import finite_floats

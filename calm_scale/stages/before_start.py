@@ -8,7 +8,7 @@ from pathlib import Path
 
 from calm_scale.autoencoder.card import CARD_FILE, read_card
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
-from calm_scale.config.notes import Trained, notes, step_notes
+from calm_scale.config.run import Trained, notes, step_notes
 from calm_scale.stages.splits import open_training_split, prepared_otherwise
 from data_prep.manifest import MANIFEST_NAME, Manifest
 from launchers.slurm.layout import Stage, stages_of

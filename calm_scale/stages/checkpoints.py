@@ -15,7 +15,7 @@ from calm_scale.checkpoint.judge import Entry, inventory, resumable, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError
-from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
+from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
 
 STAGES = ("autoencoder", "lm")
 

@@ -14,7 +14,7 @@ from calm_scale.checkpoint.run_id import run_id
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run_folder import CONFIG_FILE, placed_in
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.launch import autoencoder_section, lm_section

@@ -14,9 +14,9 @@ from calm_scale.accounting.duration import training_time
 from calm_scale.accounting.layout import balance
 from calm_scale.accounting.report.document import bytes_text, flops_text
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.errors import EXIT_OK
+from calm_scale.config.terminal import counted
 from calm_scale.config.training import TrainingConfig
-from calm_scale.config.wording import counted
 from calm_scale.stages.before_start import problems
 from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, lm_section
 from calm_scale.stages.resume_check import resume_refusals

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.config import RunConfig
-from calm_scale.config.exit_codes import EXIT_OK
-from calm_scale.config.outputs import is_regular, write_output
-from calm_scale.config.protocol import protocol_name
+from calm_scale.config.errors import EXIT_OK
+from calm_scale.config.evaluation import protocol_name
+from calm_scale.config.files import is_regular, write_output
 from calm_scale.config.run_folder import placed_in
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.launch import lm_section

@@ -9,7 +9,7 @@ from calm_scale.accounting.report.build import Subject, build, emit
 from calm_scale.accounting.report.run_sections import Prices
 from calm_scale.accounting.twin import Comparison
 from calm_scale.config import ConfigError, load
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.errors import EXIT_OK
 
 
 def report(

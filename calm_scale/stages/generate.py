@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from calm_scale.config import RunConfig
-from calm_scale.config.exit_codes import EXIT_OK
-from calm_scale.config.wording import counted
+from calm_scale.config.errors import EXIT_OK
+from calm_scale.config.terminal import counted
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.json_lines import given_texts, write_lines
 from calm_scale.stages.launch import lm_section

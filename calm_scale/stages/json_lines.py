@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from calm_scale.config import ConfigError
-from calm_scale.config.outputs import write_output
+from calm_scale.config.files import write_output
 
 
 def given_texts(given: Sequence[str], jsonl: Path | None, key: str) -> list[str]:

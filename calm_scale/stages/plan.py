@@ -10,7 +10,7 @@ from calm_scale.accounting.report.build import emit
 from calm_scale.accounting.report.plan_sections import plan_document
 from calm_scale.accounting.report.scaling_sections import scaling_document
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.errors import EXIT_OK
 from calm_scale.stages.launch import lm_section
 
 MOST_NODES = 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run_folder import CONFIG_FILE
 from calm_scale.stages.prepared import compress_shards
 from calm_scale.stages.run_folder import store_config

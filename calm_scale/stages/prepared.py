@@ -10,8 +10,8 @@ from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import SPLITS
-from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
-from calm_scale.config.wording import counted
+from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
+from calm_scale.config.terminal import counted
 
 if TYPE_CHECKING:
     from data_prep.manifest import Manifest

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import ReadingConfig
-from calm_scale.config.wording import counted
+from calm_scale.config.terminal import counted
 from calm_scale.runtime.late_files import see_alike
 from calm_scale.stages.splits import open_if_prepared, open_training_split
 from data_prep.errors import ShardError

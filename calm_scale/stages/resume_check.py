@@ -14,8 +14,8 @@ from calm_scale.checkpoint.diff import ResumeDiff, resume_diff
 from calm_scale.checkpoint.errors import ResumeRefusedError
 from calm_scale.checkpoint.judge import inventory, newest, resumable
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
-from calm_scale.config.notes import TRAINED, Trained
+from calm_scale.config.errors import EXIT_OK, EXIT_USAGE
+from calm_scale.config.run import TRAINED, Trained
 from calm_scale.stages.before_start import fingerprints, manifest_of, split_of
 from calm_scale.stages.splits import as_prepared
 

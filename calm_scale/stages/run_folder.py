@@ -14,8 +14,7 @@ from calm_scale.checkpoint.files import sync_folder
 from calm_scale.checkpoint.layout import CARD
 from calm_scale.config import ConfigError, RunConfig, to_yaml
 from calm_scale.config.exclusive import OccupiedError, exclusive
-from calm_scale.config.files import write_atomically
-from calm_scale.config.outputs import refuse_unwritable
+from calm_scale.config.files import refuse_unwritable, write_atomically
 from calm_scale.config.run_folder import CONFIG_FILE
 
 _LOCK = ".writing"

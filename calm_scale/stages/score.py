@@ -9,7 +9,7 @@ from typing import Any
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.errors import EXIT_OK
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.json_lines import given_texts, write_lines
 from calm_scale.stages.launch import lm_section

@@ -15,10 +15,9 @@ from calm_scale.accounting.report.document import seconds_text
 from calm_scale.accounting.report.scores import own_and_others
 from calm_scale.checkpoint.status import StageStatus, stage_status
 from calm_scale.config import RunConfig, load
-from calm_scale.config.exit_codes import EXIT_OK
+from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run_folder import CONFIG_FILE
-from calm_scale.config.terminal import reader_has_gone
-from calm_scale.config.wording import counted
+from calm_scale.config.terminal import counted, reader_has_gone
 from calm_scale.stages.run_folder import runs_in
 from data_prep.manifest import MANIFEST_NAME
 from launchers.slurm import queue

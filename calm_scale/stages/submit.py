@@ -12,8 +12,8 @@ from rich.text import Text
 from calm_scale.accounting import hardware
 from calm_scale.config import ConfigError, RunConfig, load_as
 from calm_scale.config.cluster import ClusterConfig
-from calm_scale.config.exit_codes import EXIT_OK, EXIT_USAGE
-from calm_scale.config.notes import notes as config_notes
+from calm_scale.config.errors import EXIT_OK, EXIT_USAGE
+from calm_scale.config.run import notes as config_notes
 from calm_scale.stages.before_start import problems
 from calm_scale.stages.disk_needs import disk_needs, lack_of_space
 from calm_scale.stages.dry_run import print_notes, stage_plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calm_scale.config import ConfigError, RunConfig, load
-from calm_scale.config.notes import step_notes
+from calm_scale.config.run import step_notes
 from launchers.slurm.layout import STAGES, Stage, stages_of
 
 MOST_RUNS = 1000

@@ -9,7 +9,7 @@ from calm_scale.accounting import hardware, saves
 from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import RunConfig
-from calm_scale.config.notes import notes
+from calm_scale.config.run import notes
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.signals import StopSignals

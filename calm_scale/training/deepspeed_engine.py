@@ -20,7 +20,7 @@ from calm_scale.autoencoder.metrics import AutoencoderReport, ReportSums
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.autoencoder.objective import SUMS, TrainingObjective, draw_noise, objective_value
 from calm_scale.config.autoencoder import AutoencoderStage
-from calm_scale.config.base import CalmScaleError, ConfigError
+from calm_scale.config.errors import CalmScaleError, ConfigError
 from calm_scale.runtime.background import Background
 from calm_scale.runtime.noise import PositionNoise
 from calm_scale.runtime.world import World

@@ -12,7 +12,7 @@ from calm_scale.accounting.ledger import Cause
 from calm_scale.checkpoint.card import Card, Counters, Identity
 from calm_scale.checkpoint.errors import DiskFullError, ResumeRefusedError
 from calm_scale.checkpoint.store import CheckpointStore, Found
-from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
+from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.finite import finite_floats

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calm_scale.config.optimizer import OptimizerConfig
+from calm_scale.config.training import OptimizerConfig
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.positions import sum_position_parallel_gradients
 from calm_scale.runtime.megatron import DTYPES, Layout, Precision

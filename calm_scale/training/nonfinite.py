@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from calm_scale.checkpoint.card import Card
-from calm_scale.config.base import CalmScaleError
-from calm_scale.config.exit_codes import EXIT_NONFINITE
+from calm_scale.config.errors import EXIT_NONFINITE, CalmScaleError
 from calm_scale.config.training import TrainingConfig
 from calm_scale.training.engine import StepResult
 

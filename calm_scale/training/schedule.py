@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from calm_scale.config.optimizer import OptimizerConfig
+from calm_scale.config.training import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

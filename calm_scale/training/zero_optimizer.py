@@ -9,8 +9,8 @@ import torch
 
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config.autoencoder import AutoencoderStage
-from calm_scale.config.base import ConfigError
-from calm_scale.config.optimizer import OptimizerConfig
+from calm_scale.config.errors import ConfigError
+from calm_scale.config.training import OptimizerConfig
 from calm_scale.training.guarded_adamw import GuardedAdamW
 
 

@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from calm_scale.autoencoder.export import save_weights
-from calm_scale.config.base import CalmScaleError, Section
-from calm_scale.config.stored import checked, read_object
+from calm_scale.config.errors import CalmScaleError
+from calm_scale.config.files import checked, read_object
+from calm_scale.config.section import Section
 from calm_scale.training.adam_steps import no_steps, set_step_count
 
 INDEX_FILE = "index.json"

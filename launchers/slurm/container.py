@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.container import ContainerConfig, Mount, hidden, read_mount, unmountable
+from calm_scale.config.cluster import ContainerConfig, Mount, hidden, read_mount, unmountable
 
 
 def mounts_of(container: ContainerConfig, folders: Sequence[Path]) -> list[str]:

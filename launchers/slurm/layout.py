@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.cluster import ClusterConfig, StageResources
-from calm_scale.config.wording import counted
+from calm_scale.config.terminal import counted
 
 Stage = Literal["prep", "autoencoder", "lm", "eval"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from calm_scale.config import CalmScaleError, load
-from calm_scale.config.late_files import wait_until_visible
+from calm_scale.config.files import wait_until_visible
 
 OUTSIDE = "outside"
 REMEDY = "add the folder to container.mounts in the cluster profile"

@@ -12,7 +12,7 @@ from calm_scale.accounting.hardware import device
 from calm_scale.accounting.report.plain import to_markdown
 from calm_scale.accounting.report.plan_sections import plan_document
 from calm_scale.config import ConfigError, RunConfig, load
-from calm_scale.config.checkpoint import UNESTIMATED_STEPS, CheckpointConfig
+from calm_scale.config.training import UNESTIMATED_STEPS, CheckpointConfig
 from calm_scale.stages.save_notes import save_notes
 
 XL = Path(__file__).parents[2] / "configs" / "runs" / "calm-xl.yaml"

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from calm_scale.config.autoencoder import AutoencoderModelConfig, AutoencoderStage, ObjectiveConfig
-from calm_scale.config.parallel import ZeroConfig
+from calm_scale.config.autoencoder import (
+    AutoencoderModelConfig,
+    AutoencoderStage,
+    ObjectiveConfig,
+    ZeroConfig,
+)
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.world import World, init_world
 from calm_scale.training.deepspeed_engine import DeepSpeedEngine

@@ -6,9 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from calm_scale.config.autoencoder import AutoencoderStage
-from calm_scale.config.base import ConfigError
-from calm_scale.config.parallel import ZeroConfig
+from calm_scale.config.autoencoder import AutoencoderStage, ZeroConfig
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.world import World
 from calm_scale.training.deepspeed_config import deepspeed_config

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import ConfigError
-from calm_scale.config.autoencoder import AutoencoderModelConfig, AutoencoderStage
-from calm_scale.config.parallel import ZeroConfig
+from calm_scale.config.autoencoder import AutoencoderModelConfig, AutoencoderStage, ZeroConfig
 from calm_scale.config.training import TrainingConfig
 from calm_scale.training.zero_optimizer import build_optimizer
 

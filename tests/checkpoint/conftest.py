@@ -12,7 +12,7 @@ import torch
 
 from calm_scale.checkpoint.card import Card, Counters
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config.checkpoint import CheckpointConfig
+from calm_scale.config.training import CheckpointConfig
 from calm_scale.runtime.world import World
 
 

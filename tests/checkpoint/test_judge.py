@@ -19,8 +19,8 @@ from calm_scale.checkpoint.judge import Entry, find, inventory, newest, verify
 from calm_scale.checkpoint.run_id import run_id
 from calm_scale.checkpoint.status import stage_status
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config.checkpoint import CheckpointConfig
-from calm_scale.config.exit_codes import EXIT_ERROR, EXIT_OK
+from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
+from calm_scale.config.training import CheckpointConfig
 from calm_scale.runtime.world import World
 from calm_scale.stages.checkpoints import print_newest, verify_checkpoint
 

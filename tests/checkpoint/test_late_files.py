@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config import ConfigError, late_files
-from calm_scale.config.checkpoint import CheckpointConfig
-from calm_scale.config.late_files import LateFileError, wait_until_visible
+from calm_scale.config import ConfigError, files
+from calm_scale.config.files import FILE_WAIT_VARIABLE, LateFileError, file_wait_seconds, wait_until_visible
+from calm_scale.config.training import CheckpointConfig
 from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.world import World
 
@@ -22,7 +22,7 @@ OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
 
 @pytest.fixture
 def views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setenv(late_files.VARIABLE, "1")
+    monkeypatch.setenv(FILE_WAIT_VARIABLE, "1")
     found = [tmp_path / "rank0", tmp_path / "rank1"]
     for view in found:
         view.mkdir()
@@ -65,15 +65,15 @@ def test_what_no_rank_sees_is_not_waited_for(views: list[Path], on_two_ranks: On
 def test_one_process_waits_with_a_word_and_says_what_never_came(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(late_files.VARIABLE, "0.6")
-    monkeypatch.setattr(late_files, "WORD_SECONDS", 0.2)
+    monkeypatch.setenv(FILE_WAIT_VARIABLE, "0.6")
+    monkeypatch.setattr(files, "FILE_NOTICE_SECONDS", 0.2)
     assert wait_until_visible(lambda: "records/3.json") == "records/3.json"
     assert capsys.readouterr().err.count("not visible here yet: records/3.json") == 1
     answers = iter(["records/3.json", ""])
     assert wait_until_visible(lambda: next(answers)) == ""
-    monkeypatch.setenv(late_files.VARIABLE, "soon")
+    monkeypatch.setenv(FILE_WAIT_VARIABLE, "soon")
     with pytest.raises(ConfigError, match="FILE_WAIT_SECONDS=soon: give a number"):
-        late_files.wait_seconds()
+        file_wait_seconds()
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -86,7 +86,7 @@ def test_the_newest_step_that_any_rank_sees_is_waited_for_and_never_passed_over(
     on_two_ranks: OnTwoRanks,
 ) -> None:
     """Rank 0 sees step 200 late, or not at all."""
-    monkeypatch.setenv(late_files.VARIABLE, "20" if comes else "1")
+    monkeypatch.setenv(FILE_WAIT_VARIABLE, "20" if comes else "1")
     save(100)
     late = tmp_path / "late"
     shutil.copytree(store.root, late)

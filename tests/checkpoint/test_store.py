@@ -14,7 +14,7 @@ from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import DiskFullError, NothingToResumeError, SaveError
 from calm_scale.checkpoint.judge import inventory, verify
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config.checkpoint import CheckpointConfig
+from calm_scale.config.training import CheckpointConfig
 from calm_scale.runtime.world import World
 
 Save = Callable[..., Path]

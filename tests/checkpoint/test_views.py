@@ -16,8 +16,7 @@ from calm_scale.checkpoint.status import stage_status
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
-from calm_scale.config.checkpoint import CheckpointConfig
-from calm_scale.config.training import TrainingConfig
+from calm_scale.config.training import CheckpointConfig, TrainingConfig
 from calm_scale.runtime.metrics import MetricsRecord
 from calm_scale.runtime.world import World
 from calm_scale.stages import checkpoints

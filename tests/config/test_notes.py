@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from calm_scale.cli.app import app
 from calm_scale.config import RunConfig, load
-from calm_scale.config.notes import notes, tokens_per_step
+from calm_scale.config.run import notes, tokens_per_step
 
 REPO = Path(__file__).resolve().parents[2]
 BACKBONE = {"num_layers": 2, "hidden_size": 16, "ffn_size": 32, "num_heads": 2, "positions": 4}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from calm_scale.config import RunConfig
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from data_prep import hub
 from data_prep.errors import PrepMistakeError, SourceError, SourceMistakeError
 from data_prep.pipeline import prepare

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from calm_scale.config import RunConfig
-from calm_scale.config.late_files import VARIABLE
+from calm_scale.config.files import FILE_WAIT_VARIABLE
 from data_prep import assemble
 from data_prep.errors import PrepError
 from data_prep.journal import Journal
@@ -63,7 +63,7 @@ def test_what_the_workers_wrote_is_waited_for(
 def test_a_record_that_stays_invisible_is_named_and_the_work_kept(
     tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "0.5")
+    monkeypatch.setenv(FILE_WAIT_VARIABLE, "0.5")
     config = make_config(kit.write_lines(tmp_path / "in.jsonl", kit.make_texts(60)), **SETTINGS)
     with monkeypatch.context() as patch:
         show_late(patch, ".json", seconds=1e9)

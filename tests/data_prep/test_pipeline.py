@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from calm_scale.config import RunConfig
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from data_prep.errors import PrepError, ShardError, SourceError
 from data_prep.manifest import Manifest
 from data_prep.pipeline import prepare

@@ -25,7 +25,7 @@ MakeConfig = Callable[..., RunConfig]
 SCRIPT = """
 import os, signal, sys, time
 from calm_scale.config import RunConfig
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 from data_prep.pipeline import prepare
 from data_prep.journal import Journal
 write = Journal.write_record

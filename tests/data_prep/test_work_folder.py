@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from calm_scale.config import RunConfig
-from calm_scale.config.base import CalmScaleError
+from calm_scale.config.errors import CalmScaleError
 from data_prep import journal as journal_module
 from data_prep import plan as plan_module
 from data_prep.cold import compress_split

@@ -280,7 +280,7 @@ class WeightFilesDict(dict):
 
 
 def initialize_one():
-    from calm_scale.config.parallel import ParallelConfig
+    from calm_scale.config.lm import ParallelConfig
 
     return initialize(ParallelConfig(), SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")))
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from calm_scale.config.parallel import ParallelConfig
+from calm_scale.config.lm import ParallelConfig
 from calm_scale.interop.language_model import PublishedLanguageModel
 from calm_scale.interop.sharded import whole_from_checkpoint
 from calm_scale.lm.build import build_models

@@ -18,7 +18,7 @@ set_deterministic(sys.argv[1] == "yes")
 assert "torch" in sys.modules or sys.argv[1] == "no"
 import torch
 from calm_scale.config.lm import BackboneConfig
-from calm_scale.config.parallel import ParallelConfig
+from calm_scale.config.lm import ParallelConfig
 from calm_scale.runtime.megatron import transformer_config
 backbone = BackboneConfig(num_layers=2, hidden_size=32, num_heads=2, ffn_size=64, positions=8)
 config = transformer_config(backbone, ParallelConfig(), "fp32", None, torch.device("cpu"))

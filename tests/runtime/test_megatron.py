@@ -47,7 +47,7 @@ def test_every_group_has_the_same_time_limit(monkeypatch: pytest.MonkeyPatch) ->
     import torch
     from megatron.core import parallel_state
 
-    from calm_scale.config.parallel import ParallelConfig
+    from calm_scale.config.lm import ParallelConfig
     from calm_scale.runtime import megatron
     from calm_scale.runtime.world import COLLECTIVE_SECONDS, World
 

@@ -15,8 +15,8 @@ from calm_scale.checkpoint import saving
 from calm_scale.checkpoint import store as store_room
 from calm_scale.checkpoint.diff import ResumeDiff
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config.base import CalmScaleError, ConfigError
-from calm_scale.config.checkpoint import CheckpointConfig
+from calm_scale.config.errors import CalmScaleError, ConfigError
+from calm_scale.config.training import CheckpointConfig
 from calm_scale.evaluation import sequences
 from calm_scale.runtime.late_files import see_alike
 from calm_scale.runtime.together import HEARTBEAT_SECONDS

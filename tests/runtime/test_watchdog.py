@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from calm_scale.config.exit_codes import EXIT_STALLED
+from calm_scale.config.errors import EXIT_STALLED
 from calm_scale.runtime.watchdog import Watchdog
 
 

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, load_as, to_yaml
-from calm_scale.config.cluster import ClusterConfig
-from calm_scale.config.container import ContainerConfig, Mount, hidden
+from calm_scale.config.cluster import ClusterConfig, ContainerConfig, Mount, hidden
 from launchers.slurm.container import mounts_of, unseen_paths
 from launchers.slurm.layout import Stage
 from launchers.slurm.record import RunRecord

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calm_scale.config import ConfigError, RunConfig, late_files, load
-from calm_scale.config.late_files import LateFileError
+from calm_scale.config import ConfigError, RunConfig, load
+from calm_scale.config.files import FILE_WAIT_VARIABLE, LateFileError
 from calm_scale.runtime.world import World
 from calm_scale.stages.readiness import make_ready, open_together
 from calm_scale.stages.splits import open_if_prepared, open_training_split
@@ -124,7 +124,7 @@ def test_a_data_folder_that_one_rank_sees_late_is_waited_for_and_then_an_error_o
     blind: int,
     comes: bool,
 ) -> None:
-    monkeypatch.setenv(late_files.VARIABLE, "20" if comes else "0.5")
+    monkeypatch.setenv(FILE_WAIT_VARIABLE, "20" if comes else "0.5")
     late = tmp_path / "late"
     if comes:
         threading.Timer(0.5, lambda: shutil.copytree(prepared.data_dir, late)).start()
@@ -178,7 +178,7 @@ def test_a_split_that_the_run_does_not_have_is_none_on_every_rank(
 def test_a_shard_that_changed_since_the_first_rank_looked_is_refused_when_it_is_read(
     prepared: RunConfig, tmp_path: Path, on_two_ranks: OnTwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(late_files.VARIABLE, "0")
+    monkeypatch.setenv(FILE_WAIT_VARIABLE, "0")
     config = many_shards(prepared, tmp_path / "data", 2)
 
     def rank(world: World) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from calm_scale.runtime import departure as leaving
 from calm_scale.runtime.watchdog import Watchdog
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from calm_scale.config.optimizer import OptimizerConfig
+from calm_scale.config.training import OptimizerConfig
 from calm_scale.training.schedule import learning_rate
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from calm_scale.accounting import ledger
-from calm_scale.config.exit_codes import EXIT_STALLED
+from calm_scale.config.errors import EXIT_STALLED
 from calm_scale.runtime.metrics import highest_step
 
 PROGRAM = Path(__file__).with_name("train_tiny.py")

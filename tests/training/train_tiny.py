@@ -21,9 +21,8 @@ from tiny_engine import TinyEngine
 
 from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
-from calm_scale.config.base import CalmScaleError
-from calm_scale.config.logging import LoggingConfig
-from calm_scale.config.training import TrainingConfig
+from calm_scale.config.errors import CalmScaleError
+from calm_scale.config.training import LoggingConfig, TrainingConfig
 from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World, init_world

@@ -31,7 +31,7 @@ from calm_scale.accounting.report.run_sections import Prices, run_section, score
 from calm_scale.accounting.report.twin_section import twin_section
 from calm_scale.accounting.software import DETERMINISTIC_COST
 from calm_scale.accounting.twin import Comparison
-from calm_scale.config.outputs import write_output
+from calm_scale.config.files import write_output
 from calm_scale.config.run import RunConfig
 
 

@@ -11,7 +11,7 @@ from calm_scale.accounting.model import input_encoder, loss_components, target_e
 from calm_scale.accounting.report import pictures
 from calm_scale.accounting.report.document import Cell, Column, Section, Table
 from calm_scale.config.run import RunConfig
-from calm_scale.config.wording import counted
+from calm_scale.config.terminal import counted
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "frozen", "activations", "output", "buffers")
 

@@ -16,7 +16,7 @@ from calm_scale.accounting.report.plan_sections import (
     layout_numbers,
     plan_document,
 )
-from calm_scale.config.base import ConfigError
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
 
 WORTH = 1.25

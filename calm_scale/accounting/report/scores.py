@@ -13,8 +13,8 @@ from typing import Any
 from calm_scale.accounting.costs import run_totals, tokens_per_step
 from calm_scale.accounting.paper import TABLE_1
 from calm_scale.accounting.report.pictures import ScorePoint
-from calm_scale.config.base import CalmScaleError
-from calm_scale.config.protocol import describe_protocol, follows_the_paper
+from calm_scale.config.errors import CalmScaleError
+from calm_scale.config.evaluation import describe_protocol, follows_the_paper
 from calm_scale.config.run import RunConfig
 
 

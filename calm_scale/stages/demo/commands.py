@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from calm_scale.config import CalmScaleError
-from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
+from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
 from calm_scale.stages.launch import this_program
 
 POLL_SECONDS = 0.2

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from calm_scale.accounting.costs import run_totals
 from calm_scale.config import RunConfig
-from calm_scale.config.outputs import write_output
+from calm_scale.config.files import write_output
 from calm_scale.stages.demo.curves import Curve, draw
 from calm_scale.stages.demo.layout import DemoFolder
 from calm_scale.stages.demo.results import Results, read_results

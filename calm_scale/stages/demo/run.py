@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.rule import Rule
 
 from calm_scale.config import RunConfig
-from calm_scale.config.exit_codes import EXIT_OK, EXIT_REQUEUE
+from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
 from calm_scale.runtime.metrics import highest_step
 from calm_scale.stages.demo.commands import DemoError, mpirun, run, shown
 from calm_scale.stages.demo.layout import FIRST_LAYOUT, SECOND_LAYOUT, DemoFolder

@@ -1,4 +1,4 @@
-"""What a written value means: one rule for the numbers, lists and paths of every section, in YAML and `--set` alike."""
+"""The base of every section: frozen, strict, and one rule for what a written value means, in YAML and `--set` alike."""
 
 from __future__ import annotations
 
@@ -8,10 +8,24 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 _LARGEST = 2**63
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""A seed of random streams. Streams are keyed by signed 64-bit words, so a larger one would not fit."""
+
+
+class Section(BaseModel):
+    """One section of the configuration file. Frozen; an unknown key is an error; values are read by one rule."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        return as_written(cls.model_fields[str(info.field_name)].annotation, value)
 
 
 def as_written(annotation: Any, value: Any) -> Any:
