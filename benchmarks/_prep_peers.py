@@ -78,7 +78,7 @@ def gigatoken_flat(files: list[Path], definition: Path, out: Path, eos: int) -> 
     import gigatoken as giga
     import numpy as np
 
-    from data_prep.megatron_format import write_megatron
+    from data_prep.prep.megatron import write_megatron
 
     tokenizer = giga.Tokenizer(definition)
     lengths = []
@@ -146,9 +146,9 @@ def stages(files: list[Path], model: Path, out: Path, clock: Callable[[], float]
 def tiktoken_rate(files: list[Path], model: Path, clock: Callable[[], float]) -> None:
     """tiktoken's ``encode_to_numpy`` over texts in memory."""
     from calm_scale.config.data import TokenizerConfig
-    from data_prep.encoders import TiktokenEncoder
-    from data_prep.sources import iterate_texts
-    from data_prep.tokenizer_spec import read_spec
+    from data_prep.inputs.records import iterate_texts
+    from data_prep.tokenizer.definition import read_spec
+    from data_prep.tokenizer.encoders import TiktokenEncoder
 
     native = TiktokenEncoder(read_spec(TokenizerConfig(), model))._native
     texts = list(iterate_texts(files))

@@ -251,8 +251,8 @@ def report(stage: str, tally: Tally, equal: dict[str, bool]) -> int:
 
 def prepare(scratch: Path, steps: int, async_save: bool, with_autoencoder: bool) -> Path:
     """Corpus, tokenizer, shards, and for the language model a few steps of autoencoder; returns the document."""
-    from data_prep.bpe import train_bpe
-    from data_prep.corpus import write_demo_corpus
+    from calm_scale.stages.demo.corpus import write_demo_corpus
+    from data_prep.tokenizer.definition import train_bpe
 
     files = write_demo_corpus(scratch / "corpus", num_files=2, target_bytes=300_000, documentation_only=True)
     tokenizer = train_bpe(files, 512, scratch / "tokenizer.json")

@@ -30,13 +30,13 @@ from _measure import ratios, say_ratio
 from _prep_peers import run_peer, timed
 
 from calm_scale.config.data import TokenizerConfig
-from data_prep.manifest import Manifest
-from data_prep.order import SampleOrder
-from data_prep.reading import ShardDataset
+from data_prep.inputs.records import iterate_texts
 from data_prep.shards import HEADER_BYTES
-from data_prep.sources import iterate_texts
-from data_prep.staging import stage_split
-from data_prep.tokenizer_spec import read_spec
+from data_prep.shards.manifest import Manifest
+from data_prep.shards.order import SampleOrder
+from data_prep.shards.reading import ShardDataset
+from data_prep.shards.staging import stage_split
+from data_prep.tokenizer.definition import read_spec
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EOS = 128_001

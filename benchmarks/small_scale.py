@@ -31,7 +31,7 @@ from calm_scale.config import RunConfig, load
 from calm_scale.evaluation.sequences import selected
 from calm_scale.runtime.metrics import read_metrics
 from calm_scale.stages.splits import open_split
-from data_prep.reading import ShardDataset
+from data_prep.shards.reading import ShardDataset
 
 CONFIGS = Path("configs/small")
 MODELS = ("energy", "flow", "diffusion", "baseline")
@@ -70,8 +70,8 @@ def main() -> None:
 
 def prepare() -> None:
     """The demo's text and tokenizer, shards, and the autoencoder that all models share."""
-    from data_prep.bpe import train_bpe
-    from data_prep.corpus import write_demo_corpus
+    from calm_scale.stages.demo.corpus import write_demo_corpus
+    from data_prep.tokenizer.definition import train_bpe
 
     base = load(CONFIGS / "base.yaml")
     if not base.tokenizer_path.exists():

@@ -10,7 +10,7 @@ from calm_scale.config.files import read_object
 from calm_scale.interop.files import InteropError
 from data_prep.errors import TokenizerError
 from data_prep.tokenizer import load_tokenizer
-from data_prep.tokenizer_spec import read_spec
+from data_prep.tokenizer.definition import read_spec
 
 
 def export_tokenizer(

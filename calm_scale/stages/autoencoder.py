@@ -18,7 +18,7 @@ from calm_scale.stages.launch import autoencoder_section
 from calm_scale.stages.readiness import open_data
 from calm_scale.stages.training import run_loop
 from calm_scale.training.loop import Outcome
-from data_prep.reading import ShardDataset
+from data_prep.shards.reading import ShardDataset
 
 if TYPE_CHECKING:
     from calm_scale.training.deepspeed_engine import DeepSpeedEngine

@@ -10,7 +10,7 @@ from calm_scale.autoencoder.card import CARD_FILE, read_card
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
 from calm_scale.config.run import Trained, notes, step_notes
 from calm_scale.stages.splits import open_training_split, prepared_otherwise
-from data_prep.manifest import MANIFEST_NAME, Manifest
+from data_prep.shards.manifest import MANIFEST_NAME, Manifest
 from launchers.slurm.layout import Stage, stages_of
 
 
@@ -84,7 +84,7 @@ def _trained_on(config: RunConfig) -> list[str]:
 
 
 def _prep(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
-    from data_prep.plan import check_tokenizer
+    from data_prep.prep.prep_plan import check_tokenizer
     from data_prep.tokenizer import load_tokenizer
 
     if (

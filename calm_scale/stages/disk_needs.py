@@ -12,7 +12,7 @@ from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.report.document import bytes_text
 from calm_scale.config import RunConfig
-from data_prep.estimate import Estimate
+from data_prep.prep.prep_plan import Estimate
 from launchers.slurm.layout import Stage
 
 _TRAINED: tuple[saves.Stage, ...] = ("autoencoder", "lm")

@@ -21,7 +21,7 @@ from calm_scale.stages.before_start import problems
 from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, lm_section
 from calm_scale.stages.resume_check import resume_refusals
 from calm_scale.stages.splits import open_training_split
-from data_prep.manifest import MANIFEST_NAME
+from data_prep.shards.manifest import MANIFEST_NAME
 
 
 def dry_run(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from calm_scale.evaluation.evaluate import EvaluationResult
     from calm_scale.evaluation.sequences import Crew
     from calm_scale.stages.model import OpenModel
-    from data_prep.reading import ShardDataset
+    from data_prep.shards.reading import ShardDataset
 
 
 def run_evaluation(

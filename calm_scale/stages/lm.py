@@ -13,7 +13,7 @@ from calm_scale.runtime.signals import StopSignals
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.readiness import open_data
 from calm_scale.stages.training import run_loop
-from data_prep.reading import ShardDataset
+from data_prep.shards.reading import ShardDataset
 
 if TYPE_CHECKING:
     from calm_scale.autoencoder.card import ExportCard

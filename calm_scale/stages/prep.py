@@ -27,8 +27,8 @@ def run_prep(
         restart: discard what an earlier prep left and begin anew.
         compress: store the finished shards as seekable zstd.
     """
-    from data_prep.mpi import detect_ranks
-    from data_prep.pipeline import foresee, prepare
+    from data_prep.prep import foresee, prepare
+    from data_prep.prep.workers import detect_ranks
 
     if config.prep is None:
         raise ConfigError(f"run {config.name}: there is no `prep` section; extend configs/data/pile.yaml")

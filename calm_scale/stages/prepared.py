@@ -14,12 +14,12 @@ from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
 from calm_scale.config.terminal import counted
 
 if TYPE_CHECKING:
-    from data_prep.manifest import Manifest
+    from data_prep.shards.manifest import Manifest
 
 
 def verify_shards(folder: Path) -> int:
     """Check a split, or every split of a data folder; 1 when anything is wrong."""
-    from data_prep.verify import verify_tree
+    from data_prep.prep.prep_report import verify_tree
 
     found = verify_tree(folder)
     console = _console()
@@ -37,7 +37,7 @@ def inspect_shards(
     folder: Path, sequence: int | None = None, tokenizer: Path | None = None, picture: Path | None = None
 ) -> int:
     """Print what a split holds; one sequence's text; the histogram of document lengths as a picture."""
-    from data_prep.inspection import (
+    from data_prep.prep.prep_report import (
         checked_picture,
         draw_lengths,
         read_sequence,
@@ -65,21 +65,21 @@ def inspect_shards(
 
 def compress_shards(folder: Path) -> int:
     """Replace the shards of a split by their zstd form, which trains as it is."""
-    from data_prep.cold import compress_split
+    from data_prep.shards.compressed import compress_split
 
     return _turn(folder, compress_split, "compressed")
 
 
 def expand_shards(folder: Path) -> int:
     """The reverse of ``compress_shards``; the bytes are checked."""
-    from data_prep.cold import expand_split
+    from data_prep.shards.compressed import expand_split
 
     return _turn(folder, expand_split, "expanded")
 
 
 def _turn(folder: Path, convert: Callable[[Path], Manifest], form: str) -> int:
-    from data_prep.inspection import the_split
-    from data_prep.manifest import Manifest
+    from data_prep.prep.prep_report import the_split
+    from data_prep.shards.manifest import Manifest
 
     before = Manifest.read(the_split(folder)).shards
     after = convert(folder).shards
@@ -91,8 +91,8 @@ def _turn(folder: Path, convert: Callable[[Path], Manifest], form: str) -> int:
 
 def export_pair(folder: Path, prefix: Path) -> int:
     """Write a split as Megatron's ``.bin``/``.idx`` pair."""
-    from data_prep.inspection import the_split
-    from data_prep.megatron_format import export_megatron
+    from data_prep.prep.megatron import export_megatron
+    from data_prep.prep.prep_report import the_split
 
     count = export_megatron(the_split(folder), prefix)
     _console().print(f"{counted(count, 'sequence')} written to {prefix}.bin and .idx")
@@ -101,8 +101,8 @@ def export_pair(folder: Path, prefix: Path) -> int:
 
 def import_pair(config: RunConfig, prefix: Path, split: str) -> int:
     """Repack a Megatron ``.bin``/``.idx`` pair into a split of a run, without tokenizing again."""
-    from data_prep.inspection import store_definition
-    from data_prep.megatron_format import PADDING_UNKNOWN, import_megatron
+    from data_prep.prep.megatron import PADDING_UNKNOWN, import_megatron
+    from data_prep.prep.prep_report import store_definition
     from data_prep.tokenizer import load_tokenizer
 
     if config.prep is None:

@@ -16,10 +16,9 @@ from calm_scale.config.terminal import counted
 from calm_scale.runtime.late_files import see_alike
 from calm_scale.stages.splits import open_if_prepared, open_training_split
 from data_prep.errors import ShardError
-from data_prep.manifest import MANIFEST_NAME, Manifest
-from data_prep.reading import ShardDataset
-from data_prep.staging import Staged, stage_split
-from data_prep.verify import shard_problems
+from data_prep.shards.manifest import MANIFEST_NAME, Manifest
+from data_prep.shards.reading import ShardDataset, shard_problems
+from data_prep.shards.staging import Staged, stage_split
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World

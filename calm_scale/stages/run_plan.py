@@ -17,9 +17,9 @@ from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.stages.disk_needs import DiskNeed, disk_rows
 from calm_scale.stages.dry_run import two_columns
 from data_prep.errors import TokenizerError
-from data_prep.estimate import Estimate, estimate
-from data_prep.manifest import MANIFEST_NAME, Manifest
-from data_prep.tokenizer_spec import find_definition
+from data_prep.prep.prep_plan import Estimate, estimate
+from data_prep.shards.manifest import MANIFEST_NAME, Manifest
+from data_prep.tokenizer.definition import find_definition
 from launchers.slurm.layout import Stage, StageShape
 
 WORTH_SAYING = 1.05

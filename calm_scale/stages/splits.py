@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, TokenizerConfig
-from data_prep.manifest import MANIFEST_NAME, Manifest
-from data_prep.reading import ShardDataset
+from data_prep.shards.manifest import MANIFEST_NAME, Manifest
+from data_prep.shards.reading import ShardDataset
 
 
 def open_split(

@@ -23,7 +23,7 @@ from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBa
 from calm_scale.training.claim import claimed
 from calm_scale.training.engine import Engine
 from calm_scale.training.loop import Outcome, TrainingData, fit
-from data_prep.reading import ShardDataset
+from data_prep.shards.reading import ShardDataset
 from launchers import environment
 
 

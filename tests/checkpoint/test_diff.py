@@ -14,8 +14,8 @@ from calm_scale.checkpoint.diff import resume_diff
 from calm_scale.checkpoint.errors import ResumeRefusedError
 from calm_scale.config import RunConfig
 from calm_scale.config.data import TokenizerConfig
-from data_prep.bpe import train_bpe
 from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer.definition import train_bpe
 
 BASE: dict[str, Any] = {
     "name": "run",

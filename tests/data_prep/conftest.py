@@ -14,9 +14,9 @@ import pytest
 import zstandard
 
 from calm_scale.config import RunConfig
-from data_prep.bpe import train_bpe
-from data_prep.manifest import Manifest
-from data_prep.reading import ShardDataset
+from data_prep.shards.manifest import Manifest
+from data_prep.shards.reading import ShardDataset
+from data_prep.tokenizer.definition import train_bpe
 
 WORDS = re.split(
     " ",

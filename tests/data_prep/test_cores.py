@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from data_prep.processes import keep_to_share_of_cores
+from data_prep.prep.workers import keep_to_share_of_cores
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_system_that_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_process_stays_on_its_cores() -> None:
     mine = sorted(os.sched_getaffinity(0))
     script = (
-        "import os; from data_prep.processes import keep_to_share_of_cores as keep; "
+        "import os; from data_prep.prep.workers import keep_to_share_of_cores as keep; "
         f"keep({len(mine) - 1}, {len(mine)}); print(*os.sched_getaffinity(0))"
     )
     done = subprocess.run(

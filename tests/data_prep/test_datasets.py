@@ -11,9 +11,9 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import ConfigError
-from data_prep import hub
 from data_prep.errors import PrepMistakeError, SourceError, SourceMistakeError
-from data_prep.pipeline import prepare
+from data_prep.inputs import tables as hub
+from data_prep.prep import prepare
 
 MakeConfig = Callable[..., RunConfig]
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.bpe import train_bpe
 from data_prep.errors import PrepError, explain
-from data_prep.estimate import estimate
-from data_prep.pipeline import foresee, prepare
+from data_prep.prep import foresee, prepare
+from data_prep.prep.prep_plan import estimate
+from data_prep.tokenizer.definition import train_bpe
 
 MakeConfig = Callable[..., RunConfig]
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.documents import RecordParser, SetFilter, texts_of_rows
-from data_prep.lines import LineBlock
-from data_prep.sources import iterate_texts
-from data_prep.tables import ParquetRows
+from data_prep.inputs.lines import LineBlock
+from data_prep.inputs.records import RecordParser, SetFilter, iterate_texts, texts_of_rows
+from data_prep.inputs.tables import ParquetRows
 
 CASES = [
     (b"", "blank"),

@@ -13,12 +13,11 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.config.data import TokenizerConfig
-from data_prep import encoders
 from data_prep.errors import TokenizerMistakeError
-from data_prep.inspection import read_sequence, tokenizer_of
-from data_prep.manifest import Manifest
-from data_prep.pipeline import prepare
-from data_prep.tokenizer import load_tokenizer
+from data_prep.prep import prepare
+from data_prep.prep.prep_report import read_sequence, tokenizer_of
+from data_prep.shards.manifest import Manifest
+from data_prep.tokenizer import encoders, load_tokenizer
 
 MakeConfig = Callable[..., RunConfig]
 

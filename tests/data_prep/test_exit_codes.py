@@ -11,7 +11,7 @@ import pytest
 
 from calm_scale.cli.app import main
 from calm_scale.config import to_yaml
-from data_prep.journal import FolderLock
+from data_prep.shards.manifest import FolderLock
 
 Prep = Callable[..., tuple[int, str]]
 
@@ -158,7 +158,7 @@ def test_an_interrupted_prep_says_so(prep: Prep, document: Path, monkeypatch: py
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("data_prep.worker.Worker.run", interrupt)
+    monkeypatch.setattr("data_prep.prep.workers.Worker.run", interrupt)
     code, said = prep(document)
     assert (code, said) == (130, "calm-scale: interrupted")
     log = (document.parent / "run/data/prep.log.jsonl").read_text().splitlines()

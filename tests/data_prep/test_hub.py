@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from calm_scale.config import RunConfig, to_yaml
-from data_prep.pipeline import prepare
+from data_prep.prep import prepare
 
 NAME = "org/texts"
 FILES = 3

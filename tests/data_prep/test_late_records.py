@@ -11,12 +11,10 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.config.files import FILE_WAIT_VARIABLE
-from data_prep import assemble
 from data_prep.errors import PrepError
-from data_prep.journal import Journal
-from data_prep.pipeline import prepare
-from data_prep.plan import Plan
-from data_prep.record import SegmentRecord
+from data_prep.prep import assemble, prepare
+from data_prep.prep.journal import Journal, SegmentRecord
+from data_prep.prep.prep_plan import Plan
 
 MakeConfig = Callable[..., RunConfig]
 SETTINGS = {"segment_megabytes": 0.1, "sequence_length": 128}
@@ -39,7 +37,7 @@ def show_late(monkeypatch: pytest.MonkeyPatch, suffix: str, seconds: float) -> N
             patch.setattr(Path, "exists", late)
             return collect(plan, journal)
 
-    monkeypatch.setattr("data_prep.pipeline.collect", collect_late)
+    monkeypatch.setattr("data_prep.prep.collect", collect_late)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".train.tail"])

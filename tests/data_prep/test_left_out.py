@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.documents import RecordParser
 from data_prep.errors import SourceError, SourceMistakeError
-from data_prep.pipeline import prepare
+from data_prep.inputs.records import RecordParser
+from data_prep.prep import prepare
 
 MakeConfig = Callable[..., RunConfig]
 

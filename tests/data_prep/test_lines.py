@@ -12,9 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data_prep.lines
-from data_prep.lines import LineStream
-from data_prep.streams import ByteStream
+import data_prep.inputs.lines
+from data_prep.inputs.lines import ByteStream, LineStream
 
 LINES = st.lists(st.text("ab{}é", max_size=12).map(str.encode), max_size=25)
 
@@ -78,7 +77,7 @@ def check_partition(folder: Path, lines: list[bytes], ends: bool, size: int, kin
 def test_small_blocks_give_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"".join(b"x" * (i % 37) + b"\n" for i in range(500))
     path = store(tmp_path, data, "plain")
-    monkeypatch.setattr(data_prep.lines, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(data_prep.inputs.lines, "BLOCK_BYTES", 50)
     stream = LineStream(path, "plain", 1000)
     blocks = [b for segment in range(10) for b in stream.blocks(segment)]
     assert b"".join(b.data for b in blocks) == data
@@ -92,8 +91,8 @@ def test_small_blocks_give_the_same_lines(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_line_over_the_limit_is_dropped_and_counted_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_prep.lines, "LINE_LIMIT", 10_000)
-    monkeypatch.setattr(data_prep.lines, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(data_prep.inputs.lines, "LINE_LIMIT", 10_000)
+    monkeypatch.setattr(data_prep.inputs.lines, "BLOCK_BYTES", 4096)
     data = b"short\n" + b"y" * 3_000_000 + b"\nnext\n"
     stream = LineStream(store(tmp_path, data, "plain"), "plain", 1 << 40)
     blocks = list(stream.blocks(0))

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.manifest import Manifest
-from data_prep.megatron_format import PADDING_UNKNOWN, export_megatron, import_megatron
-from data_prep.pipeline import prepare
+from data_prep.prep import prepare
+from data_prep.prep.megatron import PADDING_UNKNOWN, export_megatron, import_megatron
+from data_prep.shards.manifest import Manifest
 from data_prep.tokenizer import load_tokenizer
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from calm_scale.config import RunConfig
 from data_prep.errors import ShardError, ShardMistakeError
-from data_prep.megatron_format import export_megatron, import_megatron, open_megatron, write_megatron
-from data_prep.pipeline import prepare
+from data_prep.prep import prepare
+from data_prep.prep.megatron import export_megatron, import_megatron, open_megatron, write_megatron
 from data_prep.tokenizer import load_tokenizer
 
 Import = Callable[[Path], object]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.order import MixtureOrder, SampleOrder
+from data_prep.shards.order import MixtureOrder, SampleOrder
 
 
 @settings(deadline=None, max_examples=60)

@@ -17,10 +17,10 @@ import zstandard
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import ConfigError
 from data_prep.errors import PrepError, ShardError, SourceError
-from data_prep.manifest import Manifest
-from data_prep.pipeline import prepare
-from data_prep.reading import ShardDataset
-from data_prep.report import PrepReport
+from data_prep.prep import prepare
+from data_prep.prep.prep_report import PrepReport
+from data_prep.shards.manifest import Manifest
+from data_prep.shards.reading import ShardDataset
 from data_prep.tokenizer import load_tokenizer
 
 MakeConfig = Callable[..., RunConfig]

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from calm_scale.cli.app import main
 from calm_scale.config import RunConfig
-from data_prep.inspection import show_split, store_definition
-from data_prep.pipeline import prepare
-from data_prep.verify import show_verification
+from data_prep.prep import prepare
+from data_prep.prep.prep_report import show_split, show_verification, store_definition
 
 Prep = Callable[..., tuple[int, str]]
 

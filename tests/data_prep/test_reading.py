@@ -13,18 +13,25 @@ import pytest
 from rich.console import Console
 
 from calm_scale.config import RunConfig
-from data_prep.ahead import Ahead
-from data_prep.cold import compress_split, expand_split
 from data_prep.errors import ShardError, ShardMistakeError
-from data_prep.inspection import draw_lengths, read_sequence, show_split, tokenizer_of
-from data_prep.manifest import Manifest
-from data_prep.megatron_format import export_megatron, import_megatron, open_megatron
-from data_prep.pipeline import prepare
-from data_prep.reading import ShardDataset
+from data_prep.prep import prepare
+from data_prep.prep.megatron import export_megatron, import_megatron, open_megatron
+from data_prep.prep.prep_report import (
+    draw_lengths,
+    read_sequence,
+    show_split,
+    show_verification,
+    tokenizer_of,
+    verify_split,
+    verify_tree,
+)
+from data_prep.prep.segment import Ahead
 from data_prep.shards import HEADER_BYTES
-from data_prep.staging import stage_split
+from data_prep.shards.compressed import compress_split, expand_split
+from data_prep.shards.manifest import Manifest
+from data_prep.shards.reading import ShardDataset
+from data_prep.shards.staging import stage_split
 from data_prep.tokenizer import load_tokenizer
-from data_prep.verify import show_verification, verify_split, verify_tree
 
 MakeConfig = Callable[..., RunConfig]
 

@@ -17,8 +17,8 @@ import pytest
 
 from calm_scale.config import RunConfig
 from data_prep.errors import PrepError, ShardError
-from data_prep.mpi import MpiMismatchError, detect_ranks
-from data_prep.pipeline import prepare
+from data_prep.prep import prepare
+from data_prep.prep.workers import MpiMismatchError, detect_ranks
 from data_prep.shards import ShardWriter
 
 MakeConfig = Callable[..., RunConfig]
@@ -26,8 +26,8 @@ SCRIPT = """
 import os, signal, sys, time
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import CalmScaleError
-from data_prep.pipeline import prepare
-from data_prep.journal import Journal
+from data_prep.prep import prepare
+from data_prep.prep.journal import Journal
 write = Journal.write_record
 def write_and_die(journal, record):
     write(journal, record)
@@ -242,7 +242,7 @@ def test_two_preps_on_one_folder_are_refused(
 ) -> None:
     import fcntl
 
-    from data_prep.journal import FolderLock
+    from data_prep.shards.manifest import FolderLock
 
     def refuse(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.manifest import Manifest
-from data_prep.pipeline import prepare
-from data_prep.reading import ShardDataset
+from data_prep.prep import prepare
+from data_prep.prep.prep_report import verify_split, verify_tree
+from data_prep.shards.manifest import Manifest
+from data_prep.shards.reading import ShardDataset
 from data_prep.tokenizer import load_tokenizer
-from data_prep.verify import verify_split, verify_tree
 
 MakeConfig = Callable[..., RunConfig]
 

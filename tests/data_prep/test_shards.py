@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from data_prep.errors import ShardError
-from data_prep.shards import HEADER_BYTES, ShardWriter, checksum_of, map_tokens, read_header, token_dtype
+from data_prep.shards import (
+    HEADER_BYTES,
+    ShardWriter,
+    checksum_of,
+    map_tokens,
+    read_header,
+    token_dtype,
+)
 
 
 def write(path: Path, pieces: list[np.ndarray], dtype: str = "<u4", max_id: int = 200_000):

@@ -11,8 +11,8 @@ import pytest
 
 from calm_scale.config import ConfigError, RunConfig
 from data_prep.errors import ShardError
-from data_prep.pipeline import prepare
-from data_prep.staging import stage_split
+from data_prep.prep import prepare
+from data_prep.shards.staging import stage_split
 
 
 def test_a_copy_is_for_all_users_and_a_failure_leaves_nothing(

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from data_prep.errors import SourceError
-from data_prep.streams import ByteStream
+from data_prep.inputs.lines import ByteStream
 
 TEXT = b"".join(b'{"text": "record %d"}\n' % i for i in range(5000))
 SKIPPABLE = struct.pack("<II", 0x184D2A53, 700_000) + bytes(700_000)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.cold import compress_split
 from data_prep.errors import PrepMistakeError, StarvedSplitError
-from data_prep.manifest import Manifest
-from data_prep.megatron_format import export_megatron, import_megatron, open_megatron
-from data_prep.pipeline import prepare
-from data_prep.reading import ShardDataset
+from data_prep.prep import prepare
+from data_prep.prep.megatron import export_megatron, import_megatron, open_megatron
+from data_prep.prep.prep_report import verify_split
+from data_prep.shards.compressed import compress_split
+from data_prep.shards.manifest import Manifest
+from data_prep.shards.reading import ShardDataset
 from data_prep.tokenizer import load_tokenizer
-from data_prep.verify import verify_split
 
 MakeConfig = Callable[..., RunConfig]
 

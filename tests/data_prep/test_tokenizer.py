@@ -14,11 +14,11 @@ import pytest
 import data_prep.tokenizer
 from calm_scale.config import RunConfig
 from calm_scale.config.data import TokenizerConfig
-from data_prep.encoders import FastokensEncoder
 from data_prep.errors import EncoderMismatchError, TokenizerError
-from data_prep.pipeline import prepare
+from data_prep.prep import prepare
 from data_prep.tokenizer import load_tokenizer
-from data_prep.tokenizer_spec import read_spec
+from data_prep.tokenizer.definition import read_spec
+from data_prep.tokenizer.encoders import FastokensEncoder
 
 HARD = [
     "",

@@ -12,9 +12,9 @@ import pytest
 
 from calm_scale.config import RunConfig
 from data_prep.errors import PrepMistakeError
-from data_prep.pipeline import foresee, prepare
-from data_prep.record import SegmentRecord
-from data_prep.segment import SplitSink
+from data_prep.prep import foresee, prepare
+from data_prep.prep.journal import SegmentRecord
+from data_prep.prep.segment import SplitSink
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -149,7 +149,7 @@ def test_added_and_removed_inputs_are_named(
 def test_a_dry_run_foresees_that_another_command_writes_the_folder(
     make_config: MakeConfig, large: Path
 ) -> None:
-    from data_prep.journal import FolderLock
+    from data_prep.shards.manifest import FolderLock
 
     config = make_config(large)
     assert foresee(config).found == "nothing yet"

@@ -12,9 +12,9 @@ import pytest
 
 from calm_scale.config import RunConfig
 from data_prep.errors import PrepError, PrepMistakeError
-from data_prep.manifest import Manifest
-from data_prep.pipeline import prepare
-from data_prep.report import PrepReport
+from data_prep.prep import prepare
+from data_prep.prep.prep_report import PrepReport
+from data_prep.shards.manifest import Manifest
 
 MakeConfig = Callable[..., RunConfig]
 

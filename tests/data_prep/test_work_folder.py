@@ -12,15 +12,21 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import CalmScaleError
-from data_prep import journal as journal_module
-from data_prep import plan as plan_module
-from data_prep.cold import compress_split
-from data_prep.errors import EncoderMismatchError, PrepError, PrepMistakeError, ShardError, StarvedSplitError
-from data_prep.pipeline import prepare
-from data_prep.plan import check_disk, make_plan
-from data_prep.tasks import EncodeTask
+from data_prep.errors import (
+    EncoderMismatchError,
+    PrepError,
+    PrepMistakeError,
+    ShardError,
+    StarvedSplitError,
+)
+from data_prep.prep import journal as journal_module
+from data_prep.prep import prep_plan as plan_module
+from data_prep.prep import prepare
+from data_prep.prep.prep_plan import check_disk, make_plan
+from data_prep.prep.prep_report import verify_tree
+from data_prep.prep.segment import EncodeTask
+from data_prep.shards.compressed import compress_split
 from data_prep.tokenizer import load_tokenizer
-from data_prep.verify import verify_tree
 
 MakeConfig = Callable[..., RunConfig]
 Usage = namedtuple("Usage", "total used free")

@@ -13,9 +13,9 @@ from calm_scale.evaluation.brier import EvaluationError
 from calm_scale.evaluation.evaluate import evaluate
 from calm_scale.evaluation.exact import evaluate_exact
 from calm_scale.evaluation.report import table, to_document
-from data_prep.bpe import train_bpe
-from data_prep.pipeline import prepare
-from data_prep.reading import ShardDataset
+from data_prep.prep import prepare
+from data_prep.shards.reading import ShardDataset
+from data_prep.tokenizer.definition import train_bpe
 
 
 class OneOf:

@@ -18,8 +18,8 @@ from calm_scale.config import ConfigError, RunConfig, load, load_as
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.stages.disk_needs import disk_needs, lack_of_space
 from calm_scale.stages.run_plan import look_at_text, run_plan
-from data_prep.bpe import train_bpe
-from data_prep.estimate import estimate
+from data_prep.prep.prep_plan import estimate
+from data_prep.tokenizer.definition import train_bpe
 from launchers.slurm.layout import shape_of, stages_of
 
 Usage = namedtuple("Usage", "total used free")

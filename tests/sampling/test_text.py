@@ -13,7 +13,7 @@ from calm_scale.config.data import TokenizerConfig
 from calm_scale.sampling.prompts import split_prompt
 from calm_scale.sampling.stopping import OpenText
 from data_prep.tokenizer import load_tokenizer
-from data_prep.tokenizer_spec import byte_letters
+from data_prep.tokenizer.definition import byte_letters
 
 KINDS = ("metaspace", "prepend", "byte level", "tiktoken")
 PROMPTS = ("of the", "", "ab", "of the ", " of", "é", "a € ab", "\N{GRINNING FACE}of")

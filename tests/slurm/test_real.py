@@ -21,7 +21,7 @@ import pytest
 
 from calm_scale.config import RunConfig, to_yaml
 from calm_scale.config.cluster import ClusterConfig
-from data_prep.pipeline import prepare
+from data_prep.prep import prepare
 from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import submit
 

@@ -90,8 +90,8 @@ class TinyRun:
 @pytest.fixture(scope="session")
 def write_document(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyRun]:
     """Write corpus, tokenizer and document of a tiny run under a name."""
-    from data_prep.bpe import train_bpe
-    from data_prep.corpus import write_demo_corpus
+    from calm_scale.stages.demo.corpus import write_demo_corpus
+    from data_prep.tokenizer.definition import train_bpe
 
     shared = tmp_path_factory.mktemp("corpus")
     files = write_demo_corpus(shared, num_files=2, target_bytes=300_000, documentation_only=True)

@@ -22,9 +22,9 @@ from calm_scale.runtime.world import World
 from calm_scale.stages.readiness import make_ready, open_together
 from calm_scale.stages.splits import open_if_prepared, open_training_split
 from data_prep.errors import ShardError
-from data_prep.manifest import Manifest
-from data_prep.pipeline import prepare
-from data_prep.reading import ShardDataset
+from data_prep.prep import prepare
+from data_prep.shards.manifest import Manifest
+from data_prep.shards.reading import ShardDataset
 
 OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
 

@@ -15,7 +15,7 @@ from calm_scale.runtime.world import World
 from calm_scale.stages.evaluate import _say_other_ids
 from calm_scale.stages.model import trained_tokenizer
 from calm_scale.stages.splits import as_prepared
-from data_prep.manifest import Manifest
+from data_prep.shards.manifest import Manifest
 
 STORED = Path(__file__).with_name("stored_run")
 

@@ -12,7 +12,7 @@ import pytest
 
 from calm_scale.accounting import ledger
 from calm_scale.runtime.metrics import read_metrics
-from data_prep.manifest import Manifest
+from data_prep.shards.manifest import Manifest
 
 pytestmark = pytest.mark.ranks
 TinyRun = Any  # the class stands in this folder's conftest

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
-from data_prep.order import SampleOrder
+from data_prep.shards.order import SampleOrder
 
 
 def plans(global_batch: int, micro_batch: int, data_size: int) -> list[BatchPlan]:

@@ -29,7 +29,7 @@ from calm_scale.runtime.world import World, init_world
 from calm_scale.training.attempt import open_attempt
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
 from calm_scale.training.loop import Outcome, TrainingData, fit
-from data_prep.order import SampleOrder
+from data_prep.shards.order import SampleOrder
 
 SEQUENCES = 50
 

@@ -59,8 +59,8 @@ class _Demo:
 
     def corpus(self) -> None:
         """Real text that every machine has, in the Pile's format, and a tokenizer trained on it."""
-        from data_prep.bpe import train_bpe
-        from data_prep.corpus import write_demo_corpus
+        from calm_scale.stages.demo.corpus import write_demo_corpus
+        from data_prep.tokenizer.definition import train_bpe
 
         self._title("1 · corpus and tokenizer: this Python's documentation and sources")
         files = write_demo_corpus(self.folder.corpus)

@@ -1,0 +1,323 @@
+"""Reading shards: memory-mapped, zero copy, checked when opened."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import DTypeLike, NDArray
+
+from calm_scale.config.files import wait_until_visible
+from data_prep.errors import ShardError, ShardMistakeError
+from data_prep.shards import HEADER_BYTES, ShardHeader, map_tokens, read_header
+from data_prep.shards.compressed import ColdShard, open_cold
+from data_prep.shards.manifest import (
+    Manifest,
+    ShardEntry,
+)
+from data_prep.shards.order import MixtureOrder, SampleOrder
+
+_ROWS_AT_ONCE = 1 << 22
+
+
+def shard_problems(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+    """What is wrong with one shard: reads all of it, in pieces."""
+    try:
+        return _problems_inside(split_dir, manifest, entry)
+    except (ShardError, OSError) as error:
+        return [str(error)]
+
+
+def _problems_inside(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+    path = split_dir / entry.name
+    if entry.compressed:
+        header, pieces = open_cold(path)
+    else:
+        header = read_header(path)
+        flat = map_tokens(path, header).reshape(-1)
+        pieces = (np.asarray(flat[i : i + _ROWS_AT_ONCE]) for i in range(0, len(flat), _ROWS_AT_ONCE))
+    problems = _header_problems(manifest, entry, header)
+    digest = xxhash.xxh64()
+    largest = count = 0
+    for piece in pieces:
+        digest.update(piece.view(np.uint8).data)
+        largest = max(largest, int(piece.max()))
+        count += len(piece)
+    if digest.intdigest() != header.checksum:
+        problems.append(
+            f"{path}: its tokens do not fit their checksum: the file is damaged, prepare again with --restart"
+        )
+    if largest != header.max_id or count != header.num_tokens:
+        problems.append(
+            f"{path}: largest id {largest} of {count} ids, the header says {header.max_id} of {header.num_tokens}"
+        )
+    return problems
+
+
+def _header_problems(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> list[str]:
+    stated = {
+        "dtype": (header.dtype.name, manifest.dtype),
+        "alignment": (header.alignment, manifest.alignment),
+        "sequence_length": (header.sequence_length, manifest.sequence_length),
+        "num_sequences": (header.num_sequences, entry.num_sequences),
+        "checksum": (f"{header.checksum:016x}", entry.checksum),
+        "max_id": (header.max_id, entry.max_id),
+    }
+    return [f"{entry.name}: {k} is {a}, the manifest says {b}" for k, (a, b) in stated.items() if a != b]
+
+
+class ShardDataset:
+    """The samples of one split, in stored order.
+
+    ``ds[i]`` is a read-only view ``[tokens_per_sample]`` of the page cache; no token is copied. Every shard's
+    header and size is checked against the manifest when the dataset is opened (checksums: ``prep verify``), or, where
+    another process has done that (``seen``), a shard's when the first of its samples is read. A sample with an id that
+    was never written raises ShardError when it is read.
+
+    Ids that only fill up a stored last sequence (``ShardEntry.filler``) are never served. Whole samples are by
+    default; ``partial`` adds, at each end of such a shard, the shorter sample ``[1 ≤ n < tokens_per_sample]`` that
+    is left, for an evaluation that drops nothing.
+
+    Args:
+        split_dir: folder with ``manifest.json`` and the shards.
+        tokens_per_sample: must divide the manifest's sequence_length (a stored sequence of 8192 tokens serves
+            as 4 samples of 2048).
+        partial: serve the last, shorter samples too.
+        seen: the manifest and ``num_bytes``, as another process found them: no file is looked at before it is read.
+
+    Attributes:
+        num_bytes: size of all shards on the disk.
+
+    Raises:
+        ShardError: the split is incomplete, a shard is missing or changed, or the sample size does not fit.
+    """
+
+    def __init__(
+        self,
+        split_dir: Path,
+        tokens_per_sample: int,
+        *,
+        partial: bool = False,
+        seen: tuple[Manifest, int] | None = None,
+    ) -> None:
+        self.split_dir = Path(split_dir)
+        self.manifest = Manifest.read(self.split_dir) if seen is None else seen[0]
+        self.fingerprint = self.manifest.fingerprint
+        length = self.manifest.sequence_length
+        if tokens_per_sample < 1 or length % tokens_per_sample:
+            raise ShardMistakeError(
+                f"{self.split_dir} stores sequences of {length} tokens; samples of {tokens_per_sample} tokens "
+                f"do not divide them: choose a divisor of {length}, or prepare the data with another "
+                "prep.sequence_length"
+            )
+        self.tokens_per_sample = tokens_per_sample
+        self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
+        self._unchecked = seen is not None
+        self.num_bytes = sum(map(self._check_shard, self.manifest.shards)) if seen is None else seen[1]
+        self.partial = partial
+        self._counts = [self._num_samples(entry) for entry in self.manifest.shards]
+        self._starts = [0, *accumulate(self._counts)]
+        self._maps: list[_Samples | None] = [None] * len(self.manifest.shards)
+        self._has_cold = any(s.compressed for s in self.manifest.shards)
+        self._gatherer: RowGatherer | None = None
+
+    def __len__(self) -> int:
+        """Samples in the split."""
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> NDArray[np.unsignedinteger]:
+        """Sample ``index`` as a read-only view [tokens_per_sample] of uint16 or uint32 ids (a partial one: shorter)."""
+        sample = self._filled(index)
+        if not self.partial:
+            return sample
+        shard = self._shard_at(index)
+        if index == self._starts[shard + 1] - 1:
+            real = self._real_tokens(self.manifest.shards[shard])
+            return sample[: (real - 1) % self.tokens_per_sample + 1]
+        return sample
+
+    def _shard_at(self, index: int) -> int:
+        if not 0 <= index < self._starts[-1]:
+            raise IndexError(f"sample {index} is outside [0, {len(self)})")
+        return bisect_right(self._starts, index) - 1
+
+    def _filled(self, index: int) -> NDArray[np.unsignedinteger]:
+        """Sample ``index``; a partial one with its filler."""
+        shard = self._shard_at(index)
+        samples = self._maps[shard]
+        if samples is None:
+            samples = self._open(shard)
+        sample: NDArray[np.unsignedinteger] = samples[index - self._starts[shard]]
+        if sample.max() > self.manifest.max_id:
+            raise ShardError(
+                f"{self.split_dir / self.manifest.shards[shard].name} is damaged: its sample {index} holds id "
+                f"{sample.max()}, the largest that was written is {self.manifest.max_id}; run "
+                "`calm-scale prep verify`, and prepare again with --restart"
+            )
+        return sample
+
+    def gather(self, indices: NDArray[np.integer], dtype: DTypeLike | None = None) -> NDArray[np.integer]:
+        """Copy samples ``indices`` [n] into one array [n, tokens_per_sample] (of the stored type by default).
+
+        A partial sample comes with the filler that follows it.
+
+        Raises:
+            IndexError: there is no such sample.
+            ShardError: the split has no sample at all, or a compressed shard is damaged.
+        """
+        wanted = np.ascontiguousarray(indices, np.int64)
+        if not len(wanted):
+            return np.empty((0, self.tokens_per_sample), self._dtype if dtype is None else dtype)
+        self.refuse_none()
+        if self._gatherer is None and not self._has_cold:
+            self._gatherer = RowGatherer([self._plain(i) for i, count in enumerate(self._counts) if count])
+        if self._gatherer is not None:
+            samples = self._gatherer.take(wanted)
+        else:
+            samples = np.stack([self._filled(i) for i in wanted.tolist()])
+        return samples if dtype is None else samples.astype(dtype)
+
+    def refuse_none(self) -> None:
+        """Raises ShardMistakeError when there is nothing to read."""
+        if not len(self):
+            found = sum(map(self._real_tokens, self.manifest.shards))
+            raise ShardMistakeError(
+                f"{self.split_dir} has no sample of {self.tokens_per_sample} tokens: it holds {found}; choose "
+                "smaller samples, or prepare a larger split"
+            )
+
+    def order(self, seed: int) -> SampleOrder | MixtureOrder:
+        """The stream of sample indices for training: by size, or by the sources' weights where they differ."""
+        given = [0] * len(self.manifest.sources)
+        for entry, count in zip(self.manifest.shards, self._counts, strict=True):
+            given[entry.source] += count
+        weights = [s.weight for s, count in zip(self.manifest.sources, given, strict=True) if count]
+        if len(set(weights)) <= 1:
+            return SampleOrder(len(self), seed)
+        return MixtureOrder([count for count in given if count], weights, seed)
+
+    def shard_of(self, index: int) -> ShardEntry:
+        """The manifest's entry of the shard that holds sample ``index``."""
+        return self.manifest.shards[self._shard_at(index)]
+
+    def _num_samples(self, entry: ShardEntry) -> int:
+        """Samples of a shard that hold text; whole ones only, unless partial ones are served."""
+        return (
+            self._real_tokens(entry) + self.partial * (self.tokens_per_sample - 1)
+        ) // self.tokens_per_sample
+
+    def _real_tokens(self, entry: ShardEntry) -> int:
+        """Ids of a shard that are no filler."""
+        return entry.num_sequences * self.manifest.sequence_length - entry.filler
+
+    def _check_shard(self, entry: ShardEntry) -> int:
+        """The shard's bytes on the disk, if its header is the manifest's."""
+        path = self.split_dir / entry.name
+        if entry.compressed:
+            cold = ColdShard(path)
+            header, num_bytes = cold.header, cold.num_bytes
+        else:
+            header = read_header(path)
+            num_bytes = header.file_bytes
+        _check(self.manifest, entry, header)
+        return num_bytes
+
+    def _open(self, shard: int) -> _Samples:
+        entry = self.manifest.shards[shard]
+        if self._unchecked:
+            path = self.split_dir / entry.name
+            wait_until_visible(lambda: "" if path.exists() else str(path))
+            self._check_shard(entry)
+        if entry.compressed:
+            samples: _Samples = _ColdSamples(ColdShard(self.split_dir / entry.name), self.tokens_per_sample)
+        else:
+            samples = self._plain(shard)
+        self._maps[shard] = samples
+        return samples
+
+    def _plain(self, shard: int) -> NDArray[np.unsignedinteger]:
+        entry = self.manifest.shards[shard]
+        shape = (self._counts[shard], self.tokens_per_sample)
+        path = self.split_dir / entry.name
+        mapped = np.memmap(path, self._dtype, "r", offset=HEADER_BYTES, shape=shape)
+        return mapped.view(np.ndarray)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Maps are reopened in another process, not sent to it."""
+        return {**self.__dict__, "_maps": [None] * len(self._maps), "_gatherer": None}
+
+
+class _ColdSamples:
+    """A cold shard as a sequence of samples (decompressed a frame at a time)."""
+
+    def __init__(self, shard: ColdShard, tokens_per_sample: int) -> None:
+        self._shard, self._tokens = shard, tokens_per_sample
+
+    def __getitem__(self, index: int) -> NDArray[np.unsignedinteger]:
+        return self._shard.sample(index, self._tokens)
+
+
+_Samples = NDArray[np.unsignedinteger] | _ColdSamples
+
+
+def _check(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> None:
+    facts = {
+        "dtype": (header.dtype.name, manifest.dtype),
+        "alignment": (header.alignment, manifest.alignment),
+        "sequence_length": (header.sequence_length, manifest.sequence_length),
+        "num_sequences": (header.num_sequences, entry.num_sequences),
+        "checksum": (f"{header.checksum:016x}", entry.checksum),
+        "max_id": (header.max_id, entry.max_id),
+    }
+    for name, (found, stated) in facts.items():
+        if found != stated:
+            raise ShardError(
+                f"shard {entry.name} does not belong to its manifest: {name} is {found}, the manifest says "
+                f"{stated}; prepare again with `calm-scale prep --restart`"
+            )
+    if header.max_id >= manifest.vocab_size:
+        raise ShardError(
+            f"shard {entry.name} holds id {header.max_id}, the vocabulary has {manifest.vocab_size} rows"
+        )
+
+
+class RowGatherer:
+    """Rows of ``maps``, arrays [n_m, width] of one type, each C-contiguous, counted through: row i of the whole is
+    row i − n_0 − … − n_{m−1} of map m."""
+
+    def __init__(self, maps: list[NDArray[np.unsignedinteger]]) -> None:
+        self._maps = maps  # keeps them mapped
+        width, itemsize = maps[0].shape[1], maps[0].itemsize
+        addresses = np.array([m.ctypes.data for m in maps], np.int64)
+        lowest = int(addresses.argmin())
+        apart = addresses - addresses[lowest]
+        unit = math.gcd(width * itemsize, *apart.tolist())
+        counts = np.array([len(m) for m in maps], np.int64)
+        self.num_rows = int(counts.sum())
+        self._ends = counts.cumsum()
+        self._per_row = width * itemsize // unit
+        # Row i of the whole, in map m, begins i · per_row + shift_m units after the lowest address.
+        self._shifts = apart // unit - (self._ends - counts) * self._per_row
+        last = int((apart // unit + (counts - 1) * self._per_row).max())
+        self._rows = as_strided(maps[lowest], (last + 1, width), (unit, itemsize), writeable=False)
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+        """Copies of ``rows`` [n]: [n, width].
+
+        Raises:
+            IndexError: a row is outside [0, num_rows). The view reaches beyond the maps, so this check is what
+                makes it safe.
+        """
+        if (
+            len(rows) and rows.view(np.uint64).max() >= self.num_rows
+        ):  # a negative number is a huge unsigned one
+            raise IndexError(f"samples {rows.min()}…{rows.max()} are not all inside [0, {self.num_rows})")
+        maps = self._ends.searchsorted(rows, "right")
+        found: NDArray[np.unsignedinteger] = self._rows[rows * self._per_row + self._shifts[maps]]
+        return found
