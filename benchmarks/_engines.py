@@ -50,7 +50,7 @@ def tokens() -> torch.Tensor:
 def megatron_step() -> Callable[[], object]:
     """One step of the product's engine on one rank."""
     from calm_scale.training.engine import Batch
-    from calm_scale.training.megatron_engine import MegatronEngine
+    from calm_scale.training.megatron.engine import MegatronEngine
 
     run = run_config()
     world = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))

@@ -225,7 +225,7 @@ def run_config(megabytes: int, ranks: int) -> RunConfig:
 
 
 def build(run: RunConfig, world: World) -> Any:
-    from calm_scale.training.megatron_engine import MegatronEngine
+    from calm_scale.training.megatron.engine import MegatronEngine
 
     if run.autoencoder is None:
         raise RuntimeError("the benchmark's document has an autoencoder")

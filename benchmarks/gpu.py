@@ -167,7 +167,7 @@ def measure_step(config: RunConfig, device: torch.device, repeats: int) -> None:
     from calm_scale.autoencoder.model import Autoencoder
     from calm_scale.runtime.world import init_world
     from calm_scale.training.engine import Batch
-    from calm_scale.training.megatron_engine import MegatronEngine
+    from calm_scale.training.megatron.engine import MegatronEngine
 
     training = config.lm.training
     world = init_world()

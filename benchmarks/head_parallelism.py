@@ -55,7 +55,7 @@ def measure(mode: str, rank: int) -> dict[str, float]:
     """One engine of the given mode: counts of one step, the least seconds of a few."""
     from calm_scale.config import RunConfig
     from calm_scale.training.engine import Batch
-    from calm_scale.training.megatron_engine import MegatronEngine
+    from calm_scale.training.megatron.engine import MegatronEngine
 
     raw = engines.run_config().model_dump(mode="json")
     raw["lm"]["parallel"].update(tensor=RANKS, head_parallelism=mode, pipeline_layout="even")

@@ -52,6 +52,6 @@ def validate(
     for note in all_notes(resolved, config, set_ or ()):
         typer.echo(note)
     if resume is not None:
-        from calm_scale.stages.resume_check import print_resume_diff
+        from calm_scale.stages.before_start import print_resume_diff
 
         raise typer.Exit(print_resume_diff(resolved, resume, accept or []))

@@ -106,9 +106,9 @@ def _train(
     if code is not None:
         return code
     if stage == "autoencoder":
-        from calm_scale.stages.autoencoder import train_autoencoder
+        from calm_scale.stages.train import train_autoencoder
 
         return train_autoencoder(config, accept, resume_step)
-    from calm_scale.stages.lm import train_lm as train_language_model
+    from calm_scale.stages.train import train_lm as train_language_model
 
     return train_language_model(config, accept, resume_step)

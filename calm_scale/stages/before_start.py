@@ -1,4 +1,4 @@
-"""What a node would find in its first minute, found before: in the document and in what lies on the disk. No torch."""
+"""What a node would find in its first minute, found before: in the document, on the disk, in checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from calm_scale.autoencoder.card import CARD_FILE, read_card
+from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.diff import ResumeDiff, resume_diff
+from calm_scale.checkpoint.errors import ResumeRefusedError
+from calm_scale.checkpoint.judge import inventory, newest, resumable
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
-from calm_scale.config.run import Trained, notes, step_notes
-from calm_scale.stages.splits import open_training_split, prepared_otherwise
+from calm_scale.config.errors import EXIT_OK, EXIT_USAGE
+from calm_scale.config.run import TRAINED, Trained, notes, step_notes
+from calm_scale.stages.splits import as_prepared, open_training_split, prepared_otherwise
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
 from launchers.slurm.layout import Stage, stages_of
 
@@ -140,3 +149,61 @@ def _made_by_prep(config: RunConfig, split: str, who: str) -> Iterator[str]:
     if config.prep.splits.share(split) <= 0:
         remedy = "lower prep.splits.heldout" if split == "train" else f"set prep.splits.{split}"
         yield f"{who}, but prep.splits gives {split} no share of the documents; {remedy}"
+
+
+def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> int:
+    """Print the field-by-field answer for every stage that has a checkpoint; 0 when all of them may resume."""
+    console = Console()
+    cards: dict[Trained, Card] = {}
+    for stage in TRAINED:
+        entries = inventory(run / stage / "checkpoints")
+        complete = resumable(entries)
+        if complete and complete[0].card is not None:
+            cards[stage] = complete[0].card
+            for entry in entries:
+                if entry.step > complete[0].step:
+                    line = f"{stage}: passed over {entry.path.name}: {entry.reason}"
+                    console.print(Text(line, style="yellow"), soft_wrap=True)
+    if not cards:
+        raise ConfigError(f"{run}: holds no complete checkpoint of the autoencoder or the language model")
+    refused = False
+    for stage, card in cards.items():
+        diff = _diff(config, stage, card)
+        refused = refused or bool(diff.refused(accept))
+        console.print(
+            f"{stage} at step {card.step}: {diff.num_same} fields the same, {len(diff.changes) or 'none'} changed",
+            soft_wrap=True,
+            highlight=False,
+        )
+        if diff.changes:
+            console.print(_changes(diff, accept))
+    console.print("This run cannot resume with these changes." if refused else "This run may resume.")
+    return EXIT_USAGE if refused else EXIT_OK
+
+
+def _changes(diff: ResumeDiff, accept: Sequence[str]) -> Table:
+    table = Table()
+    for heading in ("field", "checkpoint", "now", "verdict"):
+        table.add_column(heading, overflow="fold")
+    for change in diff.changes:
+        table.add_row(change.field, repr(change.old), repr(change.new), change.answer(accept))
+    return table
+
+
+def resume_refusals(config: RunConfig, stages: Sequence[str], accept: Sequence[str] = ()) -> list[str]:
+    """Why these stages would not go on from the newest checkpoints in the run's own folder."""
+    found = []
+    for stage in TRAINED:
+        entry = newest(config.workdir / stage / "checkpoints") if stage in stages else None
+        if entry is not None and entry.card is not None:
+            try:
+                _diff(config, stage, entry.card).check(accept)
+            except ResumeRefusedError as error:
+                found.append(f"{entry.path}: {error}")
+    return found
+
+
+def _diff(config: RunConfig, stage: Trained, card: Card) -> ResumeDiff:
+    manifest = manifest_of(config, split_of(config, stage))
+    now = config if manifest is None else as_prepared(config, manifest)
+    return resume_diff(card, now.model_dump(mode="json"), stage, fingerprints(config, stage))

@@ -47,7 +47,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> int:
 def _export_autoencoder(config: RunConfig, card: Card, shards: Path, out: Path) -> None:
     from calm_scale.autoencoder.export import write_export
     from calm_scale.interop.files import check_weight
-    from calm_scale.training.zero_state import stored_weights
+    from calm_scale.training.deepspeed.state import stored_weights
 
     stage = autoencoder_section(config)
     weights = stored_weights(shards)

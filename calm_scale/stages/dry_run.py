@@ -17,9 +17,8 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.terminal import counted
 from calm_scale.config.training import TrainingConfig
-from calm_scale.stages.before_start import problems
+from calm_scale.stages.before_start import problems, resume_refusals
 from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, lm_section
-from calm_scale.stages.resume_check import resume_refusals
 from calm_scale.stages.splits import open_training_split
 from data_prep.shards.manifest import MANIFEST_NAME
 

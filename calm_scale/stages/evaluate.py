@@ -20,8 +20,7 @@ from calm_scale.runtime.departure import joined
 from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
 from calm_scale.stages.progress import shown
-from calm_scale.stages.readiness import make_ready, open_together
-from calm_scale.stages.splits import open_split
+from calm_scale.stages.splits import make_ready, open_split, open_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -58,7 +58,7 @@ def _language_model(twin: RunConfig) -> list[Comparison]:
     from calm_scale.autoencoder.model import Autoencoder
     from calm_scale.runtime.world import World
     from calm_scale.training.engine import Batch
-    from calm_scale.training.megatron_engine import MegatronEngine
+    from calm_scale.training.megatron.engine import MegatronEngine
 
     codec = None
     if twin.lm is not None and twin.lm.head.kind != "softmax":

@@ -18,7 +18,7 @@ from calm_scale.config.data import ENCODES, TokenizerConfig
 from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.world import World
 from calm_scale.stages.launch import lm_section
-from calm_scale.stages.lm import frozen_autoencoder
+from calm_scale.stages.train import frozen_autoencoder
 
 if TYPE_CHECKING:
     from calm_scale.autoencoder.card import ExportCard

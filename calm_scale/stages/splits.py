@@ -1,11 +1,29 @@
-"""Opening a prepared split for a run, with the checks that must fail before a rank touches a model."""
+"""Prepared splits: opened, checked against the run, and made ready for a job on every rank."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.data import ENCODES, TokenizerConfig
+from calm_scale.config.data import ENCODES, ReadingConfig, TokenizerConfig
+from calm_scale.config.terminal import counted
+from data_prep.errors import ShardError
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
-from data_prep.shards.reading import ShardDataset
+from data_prep.shards.reading import ShardDataset, shard_problems
+from data_prep.shards.staging import Staged, stage_split
+
+if TYPE_CHECKING:
+    from calm_scale.runtime.world import World
+
+D = TypeVar("D", ShardDataset, ShardDataset | None)
+AUTO_BYTES = 4e9
+"""``reading.check: auto`` reads the shards through where that is at most so many bytes a rank."""
 
 
 def open_split(
@@ -91,3 +109,152 @@ def open_if_prepared(config: RunConfig, split: str, tokens_per_sample: int) -> S
         return None
     dataset = open_split(config, split, tokens_per_sample)
     return dataset if len(dataset) else None
+
+
+def open_together(
+    world: World, folder: Path, look: Callable[[], D], beat: Callable[[], object] = lambda: None
+) -> D:
+    """The split in ``folder`` that ``look`` opens and checks on the first rank, on every rank. Collective.
+
+    The other ranks are told what it found: each looks at the manifest's size once, and opens a shard when it reads it.
+
+    Raises:
+        LateFileError: the ranks go on seeing different manifests.
+        CalmScaleError: on every rank, what ``look`` raises.
+    """
+    from calm_scale.runtime.late_files import see_alike
+
+    if world.world_size == 1:
+        return look()
+    see_alike(world, folder, lambda: _manifest_seen(folder))
+    opened: list[D] = []
+
+    def look_first() -> dict[str, Any] | None:
+        dataset = look()
+        opened.append(dataset)
+        return None if dataset is None else _described(dataset)
+
+    told = world.on_first(look_first, patience=beat)
+    if opened:
+        return opened[0]
+    return None if told is None else ShardDataset(folder, **told | {"seen": _seen(*told["seen"])})  # type: ignore
+
+
+def open_data(
+    config: RunConfig, split: str, tokens_per_sample: int, world: World, beat: Callable[[], object]
+) -> tuple[ShardDataset, ShardDataset | None]:
+    """The splits of a training, opened together and made ready: the one it trains on, and the held-out one if any.
+
+    Raises: as ``open_together``, ``open_training_split`` and ``make_ready``.
+    """
+    train = open_together(
+        world,
+        config.data_dir / split,
+        lambda: open_training_split(config, split, tokens_per_sample),
+        beat,
+    )
+    heldout = open_together(
+        world,
+        config.data_dir / "heldout",
+        lambda: open_if_prepared(config, "heldout", tokens_per_sample),
+        beat,
+    )
+    ready = make_ready(config, train, world, beat)
+    return ready, None if heldout is None else make_ready(config, heldout, world, beat)
+
+
+def _described(dataset: ShardDataset) -> dict[str, Any]:
+    """The arguments of ``ShardDataset`` after the folder, as plain data."""
+    return {
+        "tokens_per_sample": dataset.tokens_per_sample,
+        "partial": dataset.partial,
+        "seen": (dataset.manifest.model_dump(mode="json"), dataset.num_bytes),
+    }
+
+
+def _seen(manifest: dict[str, Any], num_bytes: int) -> tuple[Manifest, int]:
+    return Manifest.model_validate(manifest), num_bytes
+
+
+def _manifest_seen(folder: Path) -> set[str]:
+    try:
+        return {f"{MANIFEST_NAME} ({(folder / MANIFEST_NAME).stat().st_size} bytes)"}
+    except OSError:
+        return set()
+
+
+def make_ready(
+    config: RunConfig, dataset: ShardDataset, world: World, beat: Callable[[], object] = lambda: None
+) -> ShardDataset:
+    """The split to read from now on: its copy on this node, or itself, checked as ``reading`` says. Collective.
+
+    ``beat`` is called again and again while ranks copy or check: that may take longer than a watchdog's limit.
+
+    Raises:
+        ConfigError: ``reading.stage_to`` names a variable that is not set, or the prepared data's own folder.
+        ShardError: on every rank, what failed on one: a damaged shard, a full disk.
+    """
+    from calm_scale.runtime.late_files import see_alike
+
+    console = Console(stderr=True, quiet=not world.is_first, highlight=False, soft_wrap=True)
+    if config.reading.stage_to is None:
+        _check(config.reading, dataset, world, console, beat)
+        return dataset
+    place = _local_place(config.reading.stage_to, dataset)
+    copies = world.local_rank == 0
+    staged = world.everywhere(
+        lambda: stage_split(dataset.split_dir.absolute(), place) if copies else None, patience=beat
+    )
+    console.print(f"[data] {_report([s for s in staged if s is not None])}", markup=False)
+    see_alike(world, place, lambda: _manifest_seen(place))
+    seen = (dataset.manifest, dataset.num_bytes)
+    return ShardDataset(place, dataset.tokens_per_sample, partial=dataset.partial, seen=seen)
+
+
+def _check(
+    reading: ReadingConfig, dataset: ShardDataset, world: World, console: Console, beat: Callable[[], object]
+) -> None:
+    manifest = dataset.manifest
+    size = dataset.num_bytes
+    if reading.check == "headers" or (reading.check == "auto" and size > AUTO_BYTES * world.world_size):
+        console.print(
+            f"[data] {dataset.split_dir}: {size / 1e9:,.1f} GB, headers and sizes are right; the checksums were not "
+            "checked (`calm-scale prep verify`, or reading.check: full)",
+            markup=False,
+        )
+        return
+    mine = manifest.shards[world.rank :: world.world_size]
+
+    def work() -> None:
+        for entry in mine:
+            if problems := shard_problems(dataset.split_dir, manifest, entry):
+                raise ShardError("\n".join(problems))
+
+    world.everywhere(work, patience=beat)
+
+
+def _local_place(stage_to: str, dataset: ShardDataset) -> Path:
+    """One folder per split, content and form, so that runs on one node share a copy or do not meet."""
+    root = os.path.expandvars(stage_to)
+    if "$" in root:
+        raise ConfigError(
+            f"reading.stage_to: {stage_to} names a variable that is not set on {socket.gethostname()}"
+        )
+    folder, data = Path(root).absolute(), dataset.split_dir.absolute().parent
+    if folder.resolve().is_relative_to(data.resolve()):
+        raise ConfigError(
+            f"reading.stage_to: {folder} is inside the prepared data {data}; name a folder on a disk of the node"
+        )
+    manifest = dataset.manifest
+    form = "-zstd" if any(entry.compressed for entry in manifest.shards) else ""
+    return folder / f"{manifest.split}-{dataset.fingerprint[:16]}{form}"
+
+
+def _report(staged: list[Staged]) -> str:
+    copied = sum(s.num_bytes for s in staged)
+    kept = sum(s.num_kept for s in staged)
+    slowest = max(s.seconds for s in staged)
+    return (
+        f"staged to {staged[0].place} on {counted(len(staged), 'node')}: {copied / 1e6:,.1f} MB copied and checked in "
+        f"{slowest:.1f} s, {kept:,} shards were there"
+    )

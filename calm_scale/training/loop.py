@@ -21,11 +21,10 @@ from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.watchdog import Watchdog
 from calm_scale.runtime.world import World
-from calm_scale.training.attempt import Attempt, Ledger
+from calm_scale.training.attempt import Attempt, Ledger, counters_of, resume
 from calm_scale.training.batches import EvaluationBatches, TrainingBatches
 from calm_scale.training.engine import Batch, ChecksFinite, Engine, SavesInBackground, StepResult
 from calm_scale.training.nonfinite import NonFiniteError, NonFiniteGuard, is_finite_evaluation
-from calm_scale.training.resume import counters_of, resume
 from calm_scale.training.schedule import learning_rate
 
 

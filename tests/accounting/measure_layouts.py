@@ -22,7 +22,7 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import RunConfig, load
 from calm_scale.runtime.world import World, init_world
 from calm_scale.training.engine import Batch
-from calm_scale.training.megatron_engine import MegatronEngine
+from calm_scale.training.megatron.engine import MegatronEngine
 
 OPERATIONS = {
     "allreduce_": "all_reduce",
@@ -151,7 +151,7 @@ def measure(config: RunConfig, world: World) -> dict[str, Any]:
 
 def measure_autoencoder(config: RunConfig, world: World) -> dict[str, Any]:
     """The same for autoencoder training under ZeRO."""
-    from calm_scale.training.deepspeed_engine import DeepSpeedEngine
+    from calm_scale.training.deepspeed.engine import DeepSpeedEngine
 
     stage = config.autoencoder
     assert stage is not None

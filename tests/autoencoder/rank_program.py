@@ -20,9 +20,9 @@ from calm_scale.config.autoencoder import (
 )
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.world import World, init_world
-from calm_scale.training.deepspeed_engine import DeepSpeedEngine
+from calm_scale.training.deepspeed.engine import DeepSpeedEngine
+from calm_scale.training.deepspeed.state import EngineStateError
 from calm_scale.training.engine import Batch, StepResult
-from calm_scale.training.zero_state import EngineStateError
 
 V, K, SEED, LR = 37, 2, 11, 1e-2
 GLOBAL_BATCH, LENGTH, PAD = 24, 12, 0

@@ -10,8 +10,8 @@ from calm_scale.config.autoencoder import AutoencoderStage, ZeroConfig
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.world import World
-from calm_scale.training.deepspeed_config import deepspeed_config
-from calm_scale.training.deepspeed_engine import DeepSpeedEngine, _import_deepspeed
+from calm_scale.training.deepspeed.engine import DeepSpeedEngine, _import_deepspeed
+from calm_scale.training.deepspeed.setup import deepspeed_config
 
 
 def stage(**zero: object) -> AutoencoderStage:

@@ -13,7 +13,7 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import ConfigError
 from calm_scale.config.autoencoder import AutoencoderModelConfig, AutoencoderStage, ZeroConfig
 from calm_scale.config.training import TrainingConfig
-from calm_scale.training.zero_optimizer import build_optimizer
+from calm_scale.training.deepspeed.setup import build_optimizer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -18,7 +18,7 @@ from calm_scale.config import RunConfig
 from calm_scale.lm.patch_model import MegatronPatchModel
 from calm_scale.runtime.noise import PositionNoise
 from calm_scale.training.engine import Batch
-from calm_scale.training.megatron_engine import MegatronEngine
+from calm_scale.training.megatron.engine import MegatronEngine
 
 K, V, POSITIONS, BATCH, STEPS, LR = 4, 8, 16, 16, 700, 4e-3
 PATCHES = torch.tensor(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from calm_scale.config import CalmScaleError, RunConfig
 from calm_scale.training.engine import Batch
-from calm_scale.training.megatron_engine import MegatronEngine
+from calm_scale.training.megatron.engine import MegatronEngine
 
 LATENT = 8
 

@@ -14,8 +14,8 @@ from megatron.core import optimizer as megatron_optimizers
 from rank_program import FixedCodec, batch_of
 
 from calm_scale.config import RunConfig
-from calm_scale.training.adam_steps import no_steps, set_step_count
-from calm_scale.training.megatron_engine import MegatronEngine
+from calm_scale.training.engine import no_steps, set_step_count
+from calm_scale.training.megatron.engine import MegatronEngine
 
 WORLD = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 

@@ -16,7 +16,7 @@ from rank_program import FixedCodec, batch_of
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm import vocabulary
 from calm_scale.training.engine import Batch
-from calm_scale.training.megatron_engine import MegatronEngine
+from calm_scale.training.megatron.engine import MegatronEngine
 
 WORLD = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 

@@ -76,7 +76,7 @@ def test_nothing_is_changed_unasked() -> None:
 @pytest.mark.parametrize("stage", ["autoencoder", "lm"])
 def test_a_training_sets_it_before_its_ranks_join(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from calm_scale.config import load
-    from calm_scale.stages import autoencoder, lm
+    from calm_scale.stages import train
 
     class JoinedError(Exception):
         pass
@@ -84,11 +84,10 @@ def test_a_training_sets_it_before_its_ranks_join(stage: str, monkeypatch: pytes
     def joined(*_: object, **__: object) -> None:
         raise JoinedError
 
-    room = {"autoencoder": autoencoder, "lm": lm}[stage]
     wanted: list[bool] = []
-    monkeypatch.setattr(room, "set_deterministic", wanted.append)
-    monkeypatch.setattr(room, "joined", joined)
-    train = {"autoencoder": autoencoder.train_autoencoder, "lm": lm.train_lm}[stage]
+    monkeypatch.setattr(train, "set_deterministic", wanted.append)
+    monkeypatch.setattr(train, "joined", joined)
+    train_stage = {"autoencoder": train.train_autoencoder, "lm": train.train_lm}[stage]
     with pytest.raises(JoinedError):
-        train(load(REPO / "configs/runs/calm-m.yaml", ["deterministic=true"]))
+        train_stage(load(REPO / "configs/runs/calm-m.yaml", ["deterministic=true"]))
     assert wanted == [True]

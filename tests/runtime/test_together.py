@@ -21,8 +21,7 @@ from calm_scale.evaluation import sequences
 from calm_scale.runtime.late_files import see_alike
 from calm_scale.runtime.together import HEARTBEAT_SECONDS
 from calm_scale.runtime.world import World
-from calm_scale.training import attempt, claim
-from calm_scale.training import resume as resume_room
+from calm_scale.training import attempt
 
 OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
 Failing = Callable[..., Any]
@@ -140,7 +139,7 @@ def patched(owner: Any, name: str, broken: Callable[[World], Failing]) -> Callab
 
 
 def claims(world: World, folder: Path) -> None:
-    with claim.claimed(folder, world):
+    with attempt.claimed(folder, world):
         pass
 
 
@@ -151,7 +150,7 @@ def saves(world: World, folder: Path) -> None:
 
 
 PLACES: dict[str, tuple[Any, str, Callable[[World, Path], object], tuple[int, ...]]] = {
-    "claiming the folder": (claim, "_take", claims, (0,)),
+    "claiming the folder": (attempt, "_take", claims, (0,)),
     "the attempt's number": (
         attempt.ledger,
         "history",
@@ -203,7 +202,7 @@ def test_every_place_shares_what_it_did_not_expect(
 def test_a_state_that_one_rank_cannot_load_is_named_on_both(
     on_two_ranks: OnTwoRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    monkeypatch.setattr(resume_room, "resume_diff", lambda *_: ResumeDiff((), 0))
+    monkeypatch.setattr(attempt, "resume_diff", lambda *_: ResumeDiff((), 0))
     broken = fail_on(failing, KeyError("optimizer"))
 
     def rank(world: World) -> None:
@@ -213,7 +212,7 @@ def test_a_state_that_one_rank_cannot_load_is_named_on_both(
         store: Any = SimpleNamespace(world=world, newest=lambda step: found, root=tmp_path)
         engine: Any = SimpleNamespace(load=broken(world))
         identity: Any = SimpleNamespace(config={}, stage="lm", fingerprints={}, topology={})
-        resume_room.resume(engine, store, identity, lambda line: None)
+        attempt.resume(engine, store, identity, lambda line: None)
 
     assert_shared(on_two_ranks(rank), "cannot load it: KeyError: 'optimizer'")
 

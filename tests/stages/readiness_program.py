@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 from calm_scale.config import CalmScaleError, RunConfig, load
 from calm_scale.runtime.world import World, init_world
-from calm_scale.stages.readiness import make_ready
-from calm_scale.stages.splits import open_split
+from calm_scale.stages.splits import make_ready, open_split
 from data_prep.shards import staging
 
 

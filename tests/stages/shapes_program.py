@@ -22,9 +22,9 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.runtime.world import World, init_world
 from calm_scale.stages.dry_run import stage_plan
-from calm_scale.training.deepspeed_engine import DeepSpeedEngine
+from calm_scale.training.deepspeed.engine import DeepSpeedEngine
 from calm_scale.training.engine import Batch
-from calm_scale.training.megatron_engine import MegatronEngine
+from calm_scale.training.megatron.engine import MegatronEngine
 
 Draw = Any
 PRECISIONS = ("fp32", "bf16")

@@ -57,7 +57,7 @@ LOOKS = (
 def test_shards_that_the_document_would_not_make_are_refused(folder: Path, setting: str, words: str) -> None:
     for look in LOOKS:
         assert words in said(*look, "--set", setting, code=2)
-    from calm_scale.stages.lm import train_lm
+    from calm_scale.stages.train import train_lm
 
     with pytest.raises(ConfigError, match=words):
         train_lm(load("tiny.yaml", [setting]))

@@ -19,8 +19,7 @@ import pytest
 from calm_scale.config import ConfigError, RunConfig, load
 from calm_scale.config.files import FILE_WAIT_VARIABLE, LateFileError
 from calm_scale.runtime.world import World
-from calm_scale.stages.readiness import make_ready, open_together
-from calm_scale.stages.splits import open_if_prepared, open_training_split
+from calm_scale.stages.splits import make_ready, open_if_prepared, open_together, open_training_split
 from data_prep.errors import ShardError
 from data_prep.prep import prepare
 from data_prep.shards.manifest import Manifest

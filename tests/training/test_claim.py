@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from calm_scale.runtime.world import World
-from calm_scale.training.claim import FolderInUseError, claimed
+from calm_scale.training.attempt import FolderInUseError, claimed
 
 HOLD = """
 import sys, time, torch
 from collections.abc import Iterator
 from pathlib import Path
 from calm_scale.runtime.world import World
-from calm_scale.training.claim import claimed
+from calm_scale.training.attempt import claimed
 with claimed(Path(sys.argv[1]), World(0, 1, 0, 1, torch.device("cpu"), "gloo")):
     print("held", flush=True)
     time.sleep(60)

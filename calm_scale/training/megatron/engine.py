@@ -25,14 +25,14 @@ from calm_scale.runtime.megatron import Layout, Ranks, initialize
 from calm_scale.runtime.noise import Namespace
 from calm_scale.runtime.world import COLLECTIVE_SECONDS
 from calm_scale.training.engine import Batch, StepResult
-from calm_scale.training.megatron_optimizer import (
+from calm_scale.training.megatron.optimizer import (
     MegatronOptimizer,
     all_agree,
+    check_replicas,
     finalize_gradients,
     wrap_data_parallel,
 )
-from calm_scale.training.megatron_replicas import check_replicas
-from calm_scale.training.megatron_state import (
+from calm_scale.training.megatron.state import (
     load_training_state,
     plain_values,
     save_training_state,

@@ -21,7 +21,7 @@ from calm_scale.autoencoder.export import save_weights
 from calm_scale.config.errors import CalmScaleError
 from calm_scale.config.files import checked, read_object
 from calm_scale.config.section import Section
-from calm_scale.training.adam_steps import no_steps, set_step_count
+from calm_scale.training.engine import no_steps, set_step_count
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1

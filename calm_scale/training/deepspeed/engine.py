@@ -24,10 +24,9 @@ from calm_scale.config.errors import CalmScaleError, ConfigError
 from calm_scale.runtime.background import Background
 from calm_scale.runtime.noise import PositionNoise
 from calm_scale.runtime.world import World
-from calm_scale.training.deepspeed_config import deepspeed_config
+from calm_scale.training.deepspeed.setup import build_optimizer, deepspeed_config
+from calm_scale.training.deepspeed.state import ZeroState
 from calm_scale.training.engine import Batch, StepResult
-from calm_scale.training.zero_optimizer import build_optimizer
-from calm_scale.training.zero_state import ZeroState
 
 
 class DeepSpeedEngine:

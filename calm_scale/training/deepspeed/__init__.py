@@ -1,0 +1,1 @@
+"""The autoencoder's engine: DeepSpeed ZeRO 0 to 3."""

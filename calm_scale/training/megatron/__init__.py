@@ -1,0 +1,1 @@
+"""The language model's engine: Megatron-core under tensor, pipeline and data parallelism."""
