@@ -8,8 +8,8 @@ from pathlib import Path
 
 from calm_scale.accounting import hardware
 from calm_scale.accounting.hardware import Device
-from calm_scale.accounting.software import EAGER, FUSED, MIXED, Software
-from calm_scale.accounting.timing import StepTime, step_time
+from calm_scale.accounting.kernels import EAGER, FUSED, MIXED, Software
+from calm_scale.accounting.step_time import StepTime, step_time
 from calm_scale.config import RunConfig
 
 DATA = Path(__file__).parent / "data" / "published_throughput.csv"

@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 from calm_scale.checkpoint.judge import inventory
-from calm_scale.runtime.metrics import read_metrics
+from calm_scale.record.metrics import read_metrics
 
 INTERVAL = 5
 NUM_RANKS = 2

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from calm_scale.accounting.costs import step_flops
-from calm_scale.accounting.utilization import utilization
+from calm_scale.accounting.goodput import utilization
 from calm_scale.config import RunConfig, load
 from calm_scale.config.files import write_output
 from calm_scale.lm.energy_score import energy_score

@@ -29,7 +29,7 @@ import numpy as np
 from calm_scale.checkpoint.judge import inventory
 from calm_scale.config import RunConfig, load
 from calm_scale.evaluation.sequences import selected
-from calm_scale.runtime.metrics import read_metrics
+from calm_scale.record.metrics import read_metrics
 from calm_scale.stages.splits import open_split
 from data_prep.shards.reading import ShardDataset
 

@@ -10,7 +10,7 @@ from calm_scale.accounting.activations import FP32, element
 from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.backbone_model import is_autoregressive, lm_of
 from calm_scale.accounting.components import Component, parameters_of
-from calm_scale.accounting.sharding import StageParameters, stage_parameters
+from calm_scale.accounting.placement import StageParameters, stage_parameters
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.lm import EnergyHeadConfig
 from calm_scale.config.run import RunConfig

@@ -1,26 +1,23 @@
-"""How often a stage saves: Daly's interval from what is known before the run, within limits.
+"""How often a stage saves: the interval of Daly (2006) from what is known before the run, within limits.
 
-The answer follows from the configuration, the number of nodes and the device alone: the same on every rank, and
-again the same when the run resumes there.
-"""
+δ seconds a save stops training, R seconds a restart takes, M the mean time between failures of the whole job
+(exponential). Young (1974): τ ≈ √(2δM); Daly (2006) gives the higher-order form used here. The answer follows from the
+configuration, the number of nodes and the device alone: the same on every rank, and the same after a resume."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from calm_scale.accounting import intervals, timing
 from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.model import lm_parameters
 from calm_scale.accounting.report.document import seconds_text
-from calm_scale.config.errors import ConfigError
+from calm_scale.accounting.step_time import Stage, estimated_step, training_of
 from calm_scale.config.run import RunConfig
-from calm_scale.config.training import UNESTIMATED_STEPS, TrainingConfig
-
-Stage = Literal["autoencoder", "lm"]
+from calm_scale.config.training import NODE_MTBF_HOURS, UNESTIMATED_STEPS
 
 STORAGE_PER_NODE = 2e9
 """Bytes/s one node writes to shared storage: an assumption."""
@@ -114,13 +111,11 @@ def save_interval(
     step = step_seconds or estimated_step(config, stage, ranks, nodes, chip)
     size = float(checkpoint_bytes(config, stage))
     save = SAVE_OVERHEAD_SECONDS + size / min(STORAGE_PER_NODE * nodes, STORAGE_TOTAL)
-    mtbf = intervals.job_mtbf(nodes, training.checkpoint.node_mtbf_hours)
-    optimal = intervals.optimal_interval(save, mtbf)
+    mtbf = job_mtbf(nodes, training.checkpoint.node_mtbf_hours)
+    optimal = optimal_interval(save, mtbf)
     steps, limit = _within_limits(optimal, step, training.steps)
     found = SaveInterval(size, step, save, mtbf, optimal, steps, limit, 0.0)
-    return replace(
-        found, goodput=intervals.expected_goodput(found.interval_seconds, save, RESTART_SECONDS, mtbf)
-    )
+    return replace(found, goodput=expected_goodput(found.interval_seconds, save, RESTART_SECONDS, mtbf))
 
 
 def interval_text(
@@ -158,22 +153,6 @@ def with_interval(
     return config.model_copy(update={stage: section.model_copy(update={"training": training})})
 
 
-def training_of(config: RunConfig, stage: Stage) -> TrainingConfig:
-    """The training section of a stage."""
-    section = config.autoencoder if stage == "autoencoder" else config.lm
-    if section is None:
-        raise ConfigError(f"run {config.name}: there is no `{stage}` section")
-    return section.training
-
-
-def estimated_step(config: RunConfig, stage: Stage, ranks: int, nodes: int, chip: Device) -> float:
-    """Seconds of one optimizer step of a stage on that many ranks and nodes."""
-    if stage == "lm":
-        data_parallel = max(1, ranks // lm_of(config).parallel.model_parallel)
-        return timing.step_time(config, data_parallel, chip, max(1, ranks // nodes)).total
-    return timing.autoencoder_step_seconds(config, ranks, chip, max(1, ranks // nodes))
-
-
 def _within_limits(seconds: float, step_seconds: float, total_steps: int) -> tuple[int, str]:
     """Steps between saves, and which limit moved them."""
     limit = ""
@@ -184,3 +163,31 @@ def _within_limits(seconds: float, step_seconds: float, total_steps: int) -> tup
     steps = max(1, round(seconds / step_seconds))
     most = max(1, total_steps // LEAST_SAVES)
     return (most, f"at least {LEAST_SAVES} saves a run") if steps > most else (steps, limit)
+
+
+def job_mtbf(num_nodes: int, node_mtbf_hours: float = NODE_MTBF_HOURS) -> float:
+    """Seconds between failures of a job on ``num_nodes`` nodes."""
+    return node_mtbf_hours * 3600 / num_nodes
+
+
+def optimal_interval(save_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds of training between saves: √(2δM)·[1 + ⅓√(δ/2M) + ⅑·δ/2M] − δ for δ < 2M, else M (Daly)."""
+    ratio = save_seconds / (2 * mtbf_seconds)
+    if ratio >= 1:
+        return mtbf_seconds
+    root = math.sqrt(2 * save_seconds * mtbf_seconds)
+    return root * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def expected_goodput(
+    interval: float, save_seconds: float, restart_seconds: float, mtbf_seconds: float
+) -> float:
+    """Share of wall-clock time that becomes progress: τ / (M·e^{R/M}·(e^{(τ+δ)/M} − 1)).
+
+    Failures strike at any time, also while saving and restarting; everything since the last save is lost.
+    """
+    m = mtbf_seconds
+    exponent = (interval + save_seconds) / m
+    if exponent + restart_seconds / m > 700:
+        return 0.0
+    return interval / (m * math.exp(restart_seconds / m) * math.expm1(exponent))

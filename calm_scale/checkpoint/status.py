@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from calm_scale.accounting import ledger
-from calm_scale.accounting.ledger import Event
 from calm_scale.checkpoint.judge import Entry, inventory, resumable
 from calm_scale.config.training import TrainingConfig
-from calm_scale.runtime.metrics import Row, read_metrics
+from calm_scale.record import ledger
+from calm_scale.record.ledger import Event
+from calm_scale.record.metrics import Row, read_metrics
 
 State = Literal["not started", "running", "silent", "stopped", "finished", "failed"]
 

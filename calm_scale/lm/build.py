@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from calm_scale.accounting.layout import balance
+from calm_scale.accounting.placement import balance
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.lm import LMStage
 from calm_scale.lm.heads import EnergyHead, GenerativeHead, build_head

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from calm_scale.runtime.metrics import Row, read_metrics
+from calm_scale.record.metrics import Row, read_metrics
 
 _BOOKKEEPING = {
     "step",

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from calm_scale.accounting.lines import append_lines
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK, CalmScaleError
+from calm_scale.record.json_lines import append_lines
 from calm_scale.runtime.watchdog import Watchdog
 from calm_scale.runtime.world import JOIN_SECONDS, Device, World, init_world
 from launchers import environment

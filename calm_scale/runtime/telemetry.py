@@ -19,8 +19,8 @@ from rich.progress import (
 )
 
 from calm_scale.config.training import LoggingConfig
+from calm_scale.record.metrics import MetricsRecord, Row
 from calm_scale.runtime.curves import draw_curves
-from calm_scale.runtime.metrics import MetricsRecord, Row
 from calm_scale.runtime.wandb_mirror import WandbMirror
 
 SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s")

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from calm_scale.accounting.report.console import print_table
 from calm_scale.accounting.report.document import Cell, Column, Table, bytes_text
+from calm_scale.accounting.report.render import print_table
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.judge import Entry, inventory, resumable, verify
 from calm_scale.checkpoint.layout import SHARDS

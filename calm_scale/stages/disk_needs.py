@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from calm_scale.accounting import saves
+from calm_scale.accounting import saves, step_time
 from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.report.document import bytes_text
@@ -15,7 +15,7 @@ from calm_scale.config import RunConfig
 from data_prep.prep.prep_plan import Estimate
 from launchers.slurm.layout import Stage
 
-_TRAINED: tuple[saves.Stage, ...] = ("autoencoder", "lm")
+_TRAINED: tuple[step_time.Stage, ...] = ("autoencoder", "lm")
 METRICS_BYTES_PER_STEP = 600
 EVALUATION_BYTES = 5_000_000
 
@@ -48,7 +48,7 @@ def disk_needs(
             continue
         kept, size = saves.checkpoints_kept(config, stage), saves.checkpoint_bytes(config, stage)
         export = 4 * parameters_of(autoencoder_components(config)) if stage == "autoencoder" else 0
-        metrics = METRICS_BYTES_PER_STEP * saves.training_of(config, stage).steps
+        metrics = METRICS_BYTES_PER_STEP * step_time.training_of(config, stage).steps
         made = "the export, " if export else ""
         detail = f"{made}{kept} checkpoints of {bytes_text(size)}: {saves.kept_text(config, stage)}"
         found.append(_need(stage, config.workdir / stage, kept * size + export + metrics, detail))

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from calm_scale.accounting import hardware, memory, saves
 from calm_scale.accounting.costs import run_totals
-from calm_scale.accounting.duration import training_time
-from calm_scale.accounting.layout import balance
+from calm_scale.accounting.placement import balance
 from calm_scale.accounting.report.document import bytes_text, flops_text
+from calm_scale.accounting.step_time import training_time
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.terminal import counted

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calm_scale.accounting.calibration import calibrated
-from calm_scale.accounting.hardware import device
+from calm_scale.accounting.hardware import calibrated, device
 from calm_scale.accounting.report.build import emit
-from calm_scale.accounting.report.plan_sections import plan_document
-from calm_scale.accounting.report.scaling_sections import scaling_document
+from calm_scale.accounting.report.plan_sections import plan_document, scaling_document
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.stages.launch import lm_section

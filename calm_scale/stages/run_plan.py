@@ -8,11 +8,11 @@ from typing import Literal
 
 from rich.table import Table
 
-from calm_scale.accounting import hardware, plan, saves
+from calm_scale.accounting import hardware, layout_search
 from calm_scale.accounting.costs import run_totals
-from calm_scale.accounting.duration import training_time
 from calm_scale.accounting.report.document import bytes_text, seconds_text
 from calm_scale.accounting.report.plan_sections import layout_name
+from calm_scale.accounting.step_time import estimated_step, training_time
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.stages.disk_needs import DiskNeed, disk_rows
 from calm_scale.stages.dry_run import two_columns
@@ -189,10 +189,10 @@ def _faster_layout(config: RunConfig, shape: StageShape, chip: hardware.Device) 
     """What `plan` would take on the same ranks, where the run's own layout is slower; empty where it is not."""
     per_node = shape.num_tasks // shape.nodes
     try:
-        best = plan.rank(config, shape.nodes, chip, gpus_per_node=per_node)[0]
+        best = layout_search.rank(config, shape.nodes, chip, gpus_per_node=per_node)[0]
     except ConfigError:
         return ""  # no layout of these ranks spreads the batch: nothing to compare with
-    own = saves.estimated_step(config, "lm", shape.num_tasks, shape.nodes, chip)
+    own = estimated_step(config, "lm", shape.num_tasks, shape.nodes, chip)
     if not best.fits or own < WORTH_SAYING * best.time.total:
         return ""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from calm_scale.accounting import hardware, saves
+from calm_scale.accounting.step_time import training_of
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.stages.launch import Stage, default_ranks
 
@@ -19,8 +20,7 @@ def save_notes(config: RunConfig) -> list[str]:
     return [
         f"{stage}.training.checkpoint.interval: {_note(config, stage)}"
         for stage in _STAGES
-        if getattr(config, stage) is not None
-        and saves.training_of(config, stage).checkpoint.interval == "auto"
+        if getattr(config, stage) is not None and training_of(config, stage).checkpoint.interval == "auto"
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from calm_scale.accounting import hardware, saves
+from calm_scale.accounting.step_time import training_of
 from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
@@ -71,7 +72,7 @@ def run_loop(
     folder = config.workdir / stage
     config = as_prepared(config, train.manifest)
     config, interval = _with_save_interval(config, stage, world)
-    training = saves.training_of(config, stage)
+    training = training_of(config, stage)
     with claimed(folder, world):
         attempt = open_attempt(folder, config.name, world)
         identity = Identity.of_run(

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 
-from calm_scale.accounting import ledger
-from calm_scale.accounting.ledger import Activity, Cause, Event, Kind
-from calm_scale.accounting.lines import LineWriter
 from calm_scale.checkpoint.card import Counters, Identity
 from calm_scale.checkpoint.diff import resume_diff
 from calm_scale.checkpoint.errors import CheckpointError, NothingToResumeError
@@ -20,7 +17,9 @@ from calm_scale.checkpoint.run_id import run_id
 from calm_scale.checkpoint.store import CheckpointStore, Found
 from calm_scale.config import CalmScaleError
 from calm_scale.config.exclusive import OccupiedError, exclusive
-from calm_scale.runtime import metrics
+from calm_scale.record import ledger, metrics
+from calm_scale.record.json_lines import LineWriter
+from calm_scale.record.ledger import Activity, Cause, Event, Kind
 from calm_scale.runtime.world import World
 from calm_scale.training.engine import Engine
 from launchers import environment

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from calm_scale.accounting.ledger import Cause
 from calm_scale.checkpoint.card import Card, Counters, Identity
 from calm_scale.checkpoint.errors import DiskFullError, ResumeRefusedError
 from calm_scale.checkpoint.store import CheckpointStore, Found
 from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
 from calm_scale.config.training import TrainingConfig
+from calm_scale.record.ledger import Cause
+from calm_scale.record.metrics import storable
 from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.finite import finite_floats
-from calm_scale.runtime.metrics import storable
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.watchdog import Watchdog

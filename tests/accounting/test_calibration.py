@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from calm_scale.accounting import plan
-from calm_scale.accounting.calibration import calibrated
-from calm_scale.accounting.hardware import device
-from calm_scale.accounting.presets import paper_model
-from calm_scale.accounting.report.plain import to_markdown
+from calm_scale.accounting import layout_search
+from calm_scale.accounting.compared_models import paper_model
+from calm_scale.accounting.hardware import calibrated, device
 from calm_scale.accounting.report.plan_sections import plan_document
+from calm_scale.accounting.report.render import to_markdown
 from calm_scale.config import ConfigError
 
 H100 = {
@@ -40,8 +39,10 @@ def test_measured_rates_replace_the_fitted_shares(tmp_path: Path) -> None:
 
 def test_a_slower_device_makes_slower_plans(tmp_path: Path) -> None:
     halves = {name: H100[name] / 2 for name in H100 if name != "device"}  # type: ignore[operator]
-    fast = plan.rank(paper_model("CALM-XL"), 1, calibrated(device("h100"), _file(tmp_path)))[0]
-    slow = plan.rank(paper_model("CALM-XL"), 1, calibrated(device("h100"), _file(tmp_path, **halves)))[0]
+    fast = layout_search.rank(paper_model("CALM-XL"), 1, calibrated(device("h100"), _file(tmp_path)))[0]
+    slow = layout_search.rank(
+        paper_model("CALM-XL"), 1, calibrated(device("h100"), _file(tmp_path, **halves))
+    )[0]
     assert 1.8 < slow.time.total / fast.time.total < 2.05
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from calm_scale.accounting.autoencoder_model import autoencoder_components
+from calm_scale.accounting.compared_models import paper_model, table1
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.costs import (
     component_table,
@@ -18,8 +19,6 @@ from calm_scale.accounting.costs import (
     tokens_per_step,
 )
 from calm_scale.accounting.model import lm_components, lm_parameters, parameters
-from calm_scale.accounting.presets import paper_model
-from calm_scale.accounting.table1 import table1
 from calm_scale.config.run import RunConfig
 
 MakeRun = Callable[..., RunConfig]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from calm_scale.accounting.layout import balance, layer_costs, pipeline_bound, stage_shares
+from calm_scale.accounting.placement import balance, layer_costs, pipeline_bound, stage_shares
 from calm_scale.config.run import RunConfig
 
 

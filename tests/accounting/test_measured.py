@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from calm_scale.accounting import communication, memory
-from calm_scale.accounting.sharding import stage_parameters
+from calm_scale.accounting.placement import stage_parameters
 from calm_scale.config import RunConfig, to_yaml
 
 MakeRun = Callable[..., RunConfig]

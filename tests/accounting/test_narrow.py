@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from calm_scale.accounting.report.document import Column, Table, text_of
-from calm_scale.accounting.report.narrow import fit
+from calm_scale.accounting.report.render import fit
 from calm_scale.cli.app import app
 
 CONFIGS = Path(__file__).parents[2] / "configs"

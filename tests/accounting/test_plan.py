@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from calm_scale.accounting import memory, plan
+from calm_scale.accounting import layout_search, memory
+from calm_scale.accounting.compared_models import paper_model
 from calm_scale.accounting.hardware import UnknownDeviceError, device
-from calm_scale.accounting.presets import paper_model
-from calm_scale.accounting.report.plain import to_json, to_markdown
-from calm_scale.accounting.report.plan_sections import plan_document
-from calm_scale.accounting.report.scaling_sections import scaling_document
-from calm_scale.accounting.sharding import stage_parameters
+from calm_scale.accounting.placement import stage_parameters
+from calm_scale.accounting.report.plan_sections import plan_document, scaling_document
+from calm_scale.accounting.report.render import to_json, to_markdown
 from calm_scale.config import ConfigError, RunConfig, load, to_yaml
 from calm_scale.stages.plan import node_counts
 
@@ -27,7 +26,7 @@ BUILDER = Path(__file__).with_name("build_fake_ranks.py")
 
 
 def test_ranked_layouts_are_legal_and_sorted() -> None:
-    ranked = plan.rank(paper_model("CALM-XL"), 8, device("h100"))
+    ranked = layout_search.rank(paper_model("CALM-XL"), 8, device("h100"))
     fitting = [layout.time.total for layout in ranked if layout.fits]
     assert fitting == sorted(fitting)
     assert all(not later.fits for later in ranked[len(fitting) :])
@@ -40,7 +39,7 @@ def test_ranked_layouts_are_legal_and_sorted() -> None:
 
 
 def test_choice_can_be_selected_by_its_overrides() -> None:
-    best = plan.rank(load(CONFIGS / "lm" / "calm-l.yaml"), 2, device("h200"))[0]
+    best = layout_search.rank(load(CONFIGS / "lm" / "calm-l.yaml"), 2, device("h200"))[0]
     chosen = load(CONFIGS / "lm" / "calm-l.yaml", best.overrides)
     assert chosen.lm is not None and best.config.lm is not None
     assert chosen.lm.parallel == best.config.lm.parallel
@@ -52,26 +51,26 @@ def test_choice_can_be_selected_by_its_overrides() -> None:
 def test_every_gpu_and_size_in_under_five_seconds(gpu: str, nodes: int) -> None:
     config = load(CONFIGS / "lm" / "calm-7b.yaml")
     start = time.process_time()
-    ranked = plan.rank(config, nodes, device(gpu))
+    ranked = layout_search.rank(config, nodes, device(gpu))
     assert time.process_time() - start < 5
     assert ranked[0].fits
     assert 0 < ranked[0].mfu < 1
 
 
 def test_more_nodes_take_less_time() -> None:
-    days = [plan.rank(paper_model("CALM-XL"), nodes, device("h100"))[0].days for nodes in (1, 4, 16)]
+    days = [layout_search.rank(paper_model("CALM-XL"), nodes, device("h100"))[0].days for nodes in (1, 4, 16)]
     assert days == sorted(days, reverse=True)
 
 
 def test_what_does_not_fit_is_said_not_to_fit() -> None:
     config = load(CONFIGS / "lm" / "calm-7b.yaml")
-    ranked = plan.rank(config, 1, device("a100-40gb"), gpus_per_node=1)
+    ranked = layout_search.rank(config, 1, device("a100-40gb"), gpus_per_node=1)
     assert not any(layout.fits for layout in ranked)
     assert "NO LAYOUT FITS" in to_markdown(plan_document(config, 1, device("a100-40gb"), gpus_per_node=1))
 
 
 def test_recompute_only_where_needed() -> None:
-    for layout in plan.rank(load(CONFIGS / "lm" / "calm-7b.yaml"), 2, device("h100")):
+    for layout in layout_search.rank(load(CONFIGS / "lm" / "calm-7b.yaml"), 2, device("h100")):
         assert layout.config.lm is not None
         if layout.config.lm.parallel.recompute == "full":
             parallel = layout.config.lm.parallel.model_copy(update={"recompute": "none"})
@@ -83,9 +82,9 @@ def test_recompute_only_where_needed() -> None:
 
 def test_errors_say_what_to_do() -> None:
     with pytest.raises(UnknownDeviceError, match="mi300x"):
-        plan.rank(paper_model("CALM-M"), 1, device("v100"))
+        layout_search.rank(paper_model("CALM-M"), 1, device("v100"))
     with pytest.raises(ConfigError, match="global_batch"):
-        plan.rank(paper_model("CALM-M"), 7, device("h100"), gpus_per_node=7)
+        layout_search.rank(paper_model("CALM-M"), 7, device("h100"), gpus_per_node=7)
 
 
 def test_document_has_choice_ranking_and_assumptions() -> None:
@@ -125,7 +124,7 @@ def test_several_numbers_of_nodes_in_under_five_seconds() -> None:
     cheapest = min(row["dollars"] for row in rows)
     larger = [row["dollars"] for row in rows if row["nodes"] > chosen[0]["nodes"]]
     assert chosen[0]["dollars"] <= 1.25 * cheapest < min(larger)
-    best = plan.rank(config, chosen[0]["nodes"], device("h100"))[0]
+    best = layout_search.rank(config, chosen[0]["nodes"], device("h100"))[0]
     assert chosen[0]["step"] == best.time.total
     assert "Select it with: " + " ".join(f"--set {x}" for x in best.overrides) in to_markdown(document)
 
@@ -158,7 +157,7 @@ def test_other_numbers_of_nodes_are_refused(text: str) -> None:
         node_counts(text)
 
 
-def narrow(layout: plan.Layout, name: str) -> RunConfig:
+def narrow(layout: layout_search.Layout, name: str) -> RunConfig:
     """The chosen layout, stage for stage, at widths that build in a moment."""
     document = layout.config.model_dump()
     heads = document["lm"]["backbone"]["num_heads"]
@@ -173,7 +172,7 @@ def test_chosen_layouts_construct_up_to_1024_ranks(tmp_path: Path) -> None:
     arguments: list[str] = []
     for name, (preset, nodes, min_pipeline) in cases.items():
         run = load(CONFIGS / "lm" / f"{preset}.yaml")
-        layouts = plan.rank(run, nodes, device("h100"))
+        layouts = layout_search.rank(run, nodes, device("h100"))
         chosen = next(x for x in layouts if x.config.lm and x.config.lm.parallel.pipeline >= min_pipeline)
         configs[name] = narrow(chosen, name)
         path = tmp_path / f"{name}.yaml"
@@ -199,6 +198,6 @@ def test_chosen_layouts_construct_up_to_1024_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["lm.backbone.ffn_size=1", "lm.backbone.hidden_size=1000000000000"])
 def test_a_report_on_extreme_widths_has_a_baseline_of_a_legal_width(override: str) -> None:
-    from calm_scale.accounting.report.cost_sections import crossover_section
+    from calm_scale.accounting.report.model_sections import crossover_section
 
     assert crossover_section(load(CONFIGS / "lm" / "calm-m.yaml", [override])).tables

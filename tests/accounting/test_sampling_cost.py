@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from calm_scale.accounting.backbone_model import lm_of
+from calm_scale.accounting.compared_models import baseline_at, baseline_of, paper_model, with_patch_size
 from calm_scale.accounting.costs import brier_per_token, token_costs
 from calm_scale.accounting.model import lm_parameters
-from calm_scale.accounting.presets import paper_model
 from calm_scale.accounting.sampling_cost import draws_at, expected_draws, expected_draws_uniform, per_token
-from calm_scale.accounting.variants import baseline_at, baseline_of, with_patch_size
 from calm_scale.config import RunConfig
 
 MakeRun = Callable[..., RunConfig]

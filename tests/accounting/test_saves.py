@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting import intervals, plan, saves
+from calm_scale.accounting import layout_search, saves
 from calm_scale.accounting.hardware import device
-from calm_scale.accounting.report.plain import to_markdown
 from calm_scale.accounting.report.plan_sections import plan_document
+from calm_scale.accounting.report.render import to_markdown
 from calm_scale.config import ConfigError, RunConfig, load
 from calm_scale.config.training import UNESTIMATED_STEPS, CheckpointConfig
 from calm_scale.stages.save_notes import save_notes
@@ -28,7 +28,7 @@ def at(config: RunConfig, nodes: int = 8) -> saves.SaveInterval:
 
 def test_automatic_interval_is_dalys() -> None:
     found = at(xl())
-    expected = intervals.optimal_interval(found.save_seconds, intervals.job_mtbf(8))
+    expected = saves.optimal_interval(found.save_seconds, saves.job_mtbf(8))
     assert found.limit == ""
     assert found.interval_seconds == pytest.approx(expected, abs=found.step_seconds)
     often = at(xl("lm.training.checkpoint.node_mtbf_hours=500"))
@@ -54,7 +54,7 @@ def test_limits_are_named(change: str, said: str, seconds: float | None) -> None
 
 
 def test_a_run_uses_the_number_that_the_plan_says() -> None:
-    best = plan.rank(load(XL), 8, device("h100"))[0]
+    best = layout_search.rank(load(XL), 8, device("h100"))[0]
     resolved = saves.with_interval(best.config, "lm", ranks=64, nodes=8, chip=device("h100"))
     steps = resolved.lm.training.checkpoint.interval if resolved.lm else None
     assert isinstance(steps, int)

@@ -10,16 +10,15 @@ from types import ModuleType
 
 import pytest
 
-from calm_scale.accounting import hardware, plan, timing
+from calm_scale.accounting import hardware, layout_search, step_time
 from calm_scale.accounting.backbone_model import lm_of
+from calm_scale.accounting.compared_models import paper_model
 from calm_scale.accounting.components import linear
-from calm_scale.accounting.kernels import Share, product_seconds, rates
-from calm_scale.accounting.links import ring
-from calm_scale.accounting.presets import paper_model
+from calm_scale.accounting.kernels import FUSED, OURS, OURS_PLAIN, Share, product_seconds, rates
 from calm_scale.accounting.report.build import Subject, build
-from calm_scale.accounting.report.plain import to_markdown
 from calm_scale.accounting.report.plan_sections import plan_document
-from calm_scale.accounting.software import FUSED, OURS, OURS_PLAIN
+from calm_scale.accounting.report.render import to_markdown
+from calm_scale.accounting.step_time import ring
 from calm_scale.config import load
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +97,7 @@ def test_calls_across_more_nodes_cost_more() -> None:
 
 def test_xl_is_data_parallel_up_to_32_nodes() -> None:
     for nodes in (1, 2, 8, 32):
-        best = lm_of(plan.rank(paper_model("CALM-XL"), nodes, hardware.device("h100"))[0].config)
+        best = lm_of(layout_search.rank(paper_model("CALM-XL"), nodes, hardware.device("h100"))[0].config)
         assert (best.parallel.tensor, best.parallel.pipeline) == (1, 1), nodes
 
 
@@ -108,7 +107,7 @@ def test_parts_add_up_and_larger_micro_batches_cost_less_a_step() -> None:
     for micro_batch in (1, 2, 4):
         training = lm_of(config).training.model_copy(update={"micro_batch": micro_batch})
         lm = lm_of(config).model_copy(update={"training": training})
-        time = timing.step_time(config.model_copy(update={"lm": lm}), 64, hardware.device("h100"), 8)
+        time = step_time.step_time(config.model_copy(update={"lm": lm}), 64, hardware.device("h100"), 8)
         assert time.total == pytest.approx(sum(time.parts.values()))
         found.append(time.total)
     assert found == sorted(found, reverse=True)
@@ -117,7 +116,7 @@ def test_parts_add_up_and_larger_micro_batches_cost_less_a_step() -> None:
 def test_deterministic_kernels_cost_time_in_attention_and_are_named() -> None:
     config, h100 = paper_model("CALM-XL"), hardware.device("h100")
     deterministic = config.model_copy(update={"deterministic": True})
-    usual, ordered = (timing.step_time(run, 64, h100, 8) for run in (config, deterministic))
+    usual, ordered = (step_time.step_time(run, 64, h100, 8) for run in (config, deterministic))
     assert 1.005 < ordered.compute / usual.compute < 1.6
     assert (ordered.passes, ordered.tensor, ordered.optimizer) == (
         usual.passes,
@@ -132,14 +131,14 @@ def test_deterministic_kernels_cost_time_in_attention_and_are_named() -> None:
 def test_plain_kernels_are_slower() -> None:
     config, h100 = paper_model("CALM-XL"), hardware.device("h100")
     fused, plain = (
-        timing.step_time(config, 64, h100, 8, software=software).total for software in (OURS, OURS_PLAIN)
+        step_time.step_time(config, 64, h100, 8, software=software).total for software in (OURS, OURS_PLAIN)
     )
     assert 1.1 < plain / fused < 2
 
 
 def test_the_autoencoder_is_bound_by_its_cross_entropy() -> None:
     config = load(ROOT / "configs" / "runs" / "calm-xl.yaml")
-    seconds = timing.autoencoder_step_seconds(config, 8, hardware.device("h100"), 8)
+    seconds = step_time.autoencoder_step_seconds(config, 8, hardware.device("h100"), 8)
     assert config.autoencoder is not None
     logits = config.autoencoder.training.global_batch * config.autoencoder.patches * config.patch_size
     moved = 54 * logits * config.vocab_size / 8 / (0.83 * 3350e9)

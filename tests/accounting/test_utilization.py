@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from calm_scale.accounting.goodput import UtilizationError, utilization
 from calm_scale.accounting.hardware import DEVICES, UnknownDeviceError, by_name, device
-from calm_scale.accounting.intervals import expected_goodput, optimal_interval
-from calm_scale.accounting.utilization import UtilizationError, utilization
+from calm_scale.accounting.saves import expected_goodput, optimal_interval
 
 
 def test_mfu_and_hfu_with_the_source_of_the_peak() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from calm_scale.accounting.ledger import Event, append
 from calm_scale.checkpoint.card import Card, Counters, mark_suspect
 from calm_scale.checkpoint.errors import NothingToResumeError
 from calm_scale.checkpoint.judge import Entry, find, inventory, newest, verify
@@ -21,6 +20,7 @@ from calm_scale.checkpoint.status import stage_status
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
 from calm_scale.config.training import CheckpointConfig
+from calm_scale.record.ledger import Event, append
 from calm_scale.runtime.world import World
 from calm_scale.stages.checkpoints import print_newest, verify_checkpoint
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from calm_scale.accounting.ledger import Event, append
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import NoSuchCheckpointError
 from calm_scale.checkpoint.judge import Entry, find, inventory, verify
@@ -17,7 +16,8 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.training import CheckpointConfig, TrainingConfig
-from calm_scale.runtime.metrics import MetricsRecord
+from calm_scale.record.ledger import Event, append
+from calm_scale.record.metrics import MetricsRecord
 from calm_scale.runtime.world import World
 from calm_scale.stages import checkpoints
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from calm_scale.accounting import plan
+from calm_scale.accounting import layout_search
 from calm_scale.accounting.hardware import device
 from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, load, load_as
@@ -148,7 +148,7 @@ def test_submit_takes_the_layout_of_the_plan_and_its_hours(tmp_path: Path) -> No
     """The advice of `plan`, submitted with the house's example profile, on a terminal of 80 columns."""
     house = Path(__file__).parents[2] / "configs"
     run, profile = house / "runs" / "calm-xl.yaml", house / "clusters" / "example.yaml"
-    best = plan.rank(load(run), 8, device("h100"))[0]
+    best = layout_search.rank(load(run), 8, device("h100"))[0]
     options = [part for item in (*best.overrides, f"workdir={tmp_path}/run") for part in ("--set", item)]
     command = ["submit", str(run), "--cluster", str(profile), "--dry-run", *options]
     said = CliRunner().invoke(app, command, env={"COLUMNS": "80"}, catch_exceptions=False).output
@@ -168,7 +168,7 @@ def test_submit_says_how_much_slower_a_layout_is_than_the_plans(tmp_path: Path) 
     command = ["submit", str(run), "--cluster", str(profile), "--dry-run", *options]
     said = CliRunner().invoke(app, command, env={"COLUMNS": "600"}, catch_exceptions=False).output
     row = next(line for line in said.splitlines() if "a faster layout" in line)
-    best = plan.rank(load(run, slow), 8, device("h100"))[0]
+    best = layout_search.rank(load(run, slow), 8, device("h100"))[0]
     assert f"`plan` would take tp1 pp1 dp64: {1e3 * best.time.total:.0f} ms a step" in row
     assert "% more); select it with --set lm.parallel.tensor=1" in row
 

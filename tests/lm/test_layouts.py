@@ -9,7 +9,7 @@ import torch
 from lm_cases import LAYOUTS_FOUR, LAYOUTS_ONE, LAYOUTS_TWO
 from lm_ranks import tiny_run
 
-from calm_scale.accounting.layout import balance
+from calm_scale.accounting.placement import balance
 from calm_scale.config import RunConfig
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]

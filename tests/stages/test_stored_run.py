@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from calm_scale.runtime.metrics import read_metrics
+from calm_scale.record.metrics import read_metrics
 
 pytestmark = pytest.mark.ranks
 STORED = Path(__file__).with_name("stored_run")

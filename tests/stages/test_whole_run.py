@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting import ledger
-from calm_scale.runtime.metrics import read_metrics
+from calm_scale.record import ledger
+from calm_scale.record.metrics import read_metrics
 from data_prep.shards.manifest import Manifest
 
 pytestmark = pytest.mark.ranks

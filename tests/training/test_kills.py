@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting import ledger
 from calm_scale.checkpoint.judge import inventory
-from calm_scale.runtime.metrics import read_metrics
+from calm_scale.record import ledger
+from calm_scale.record.metrics import read_metrics
 
 TIMES = {"seconds", "cpu_seconds", "tokens_per_s", "time", "attempt"}
 OPTIONS = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting import ledger, lines
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import (
     CheckpointError,
@@ -19,7 +18,8 @@ from calm_scale.checkpoint.errors import (
     ResumeRefusedError,
 )
 from calm_scale.checkpoint.judge import inventory
-from calm_scale.runtime.metrics import highest_step, next_attempt, read_metrics
+from calm_scale.record import json_lines, ledger
+from calm_scale.record.metrics import highest_step, next_attempt, read_metrics
 from calm_scale.runtime.world import World
 from calm_scale.training.nonfinite import NonFiniteError
 
@@ -240,14 +240,14 @@ def test_a_full_disk(
 def test_a_record_that_cannot_be_written_ends_no_training(
     tiny: ModuleType, tmp_path: Path, solo: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    original = lines.append_lines
+    original = json_lines.append_lines
 
     def full(path: Path, *rest: Any) -> None:
         if highest_step(tmp_path / "metrics.jsonl") >= 3 and not steps(tmp_path):
             raise OSError(28, "No space left on device")
         original(path, *rest)
 
-    monkeypatch.setattr(lines, "append_lines", full)
+    monkeypatch.setattr(json_lines, "append_lines", full)
     assert tiny.run(tmp_path, {"training": {"checkpoint": {"interval": 8}}}, solo).step == 12
     assert [row["step"] for row in record(tmp_path)] == list(range(1, 13))
     said = capsys.readouterr().err

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting import ledger
 from calm_scale.checkpoint.errors import NothingToResumeError, ResumeRefusedError
 from calm_scale.checkpoint.judge import inventory
 from calm_scale.checkpoint.status import stage_status
 from calm_scale.config.errors import EXIT_NONFINITE, EXIT_REQUEUE
+from calm_scale.record import ledger
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.world import World
 from calm_scale.training.nonfinite import NonFiniteError

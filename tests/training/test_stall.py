@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from calm_scale.accounting import ledger
 from calm_scale.config.errors import EXIT_STALLED
-from calm_scale.runtime.metrics import highest_step
+from calm_scale.record import ledger
+from calm_scale.record.metrics import highest_step
 
 PROGRAM = Path(__file__).with_name("train_tiny.py")
 OPTIONS = {"training": {"steps": 100_000, "stall_seconds": 8.0}, "engine": {"stops_at": 3}}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
+import platform
+import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
 
-from calm_scale.accounting import ledger
-from calm_scale.accounting.report.console import print_document, shortened
-from calm_scale.accounting.report.cost_sections import crossover_section, patch_size_section, sampling_section
-from calm_scale.accounting.report.document import Document, Section
-from calm_scale.accounting.report.html import to_html
+import calm_scale
+from calm_scale.accounting.hardware import DEVICES
+from calm_scale.accounting.kernels import DETERMINISTIC_COST
+from calm_scale.accounting.report.document import Column, Document, Section, Table
 from calm_scale.accounting.report.layout_sections import (
     communication_section,
     memory_section,
@@ -23,16 +26,18 @@ from calm_scale.accounting.report.model_sections import (
     autoencoder_section,
     components_section,
     convention_section,
+    crossover_section,
+    patch_size_section,
+    sampling_section,
     table1_section,
 )
-from calm_scale.accounting.report.plain import to_json, to_markdown
-from calm_scale.accounting.report.provenance import provenance_section
+from calm_scale.accounting.report.render import print_document, shortened, to_html, to_json, to_markdown
 from calm_scale.accounting.report.run_sections import Prices, run_section, scores_section
-from calm_scale.accounting.report.twin_section import twin_section
-from calm_scale.accounting.software import DETERMINISTIC_COST
 from calm_scale.accounting.twin import Comparison
+from calm_scale.config import config_hash
 from calm_scale.config.files import write_output
 from calm_scale.config.run import RunConfig
+from calm_scale.record import ledger
 
 
 @dataclass(frozen=True)
@@ -146,3 +151,80 @@ def _about(subject: Subject, twins: Mapping[str, Sequence[Comparison]], prices: 
     if config.name in twins:
         found.append(twin_section(config.name, twins[config.name]))
     return found
+
+
+PACKAGES = ("calm-scale", "pydantic", "matplotlib", "torch", "megatron-core", "deepspeed")
+
+
+def provenance_section(configs: list[RunConfig]) -> Section:
+    """Hashes, commit and versions, and the table of peaks."""
+    facts = [(f"configuration {config.name}", config_hash(config)) for config in configs]
+    facts += [
+        ("commit", _commit()),
+        ("written", datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("python", platform.python_version()),
+        *((name, _version(name)) for name in PACKAGES),
+    ]
+    peaks = tuple((d.key, d.peak, d.memory, d.source) for d in DEVICES)
+    tables = (
+        Table("provenance", "Provenance", (Column("what", "What"), Column("value", "Value")), tuple(facts)),
+        Table(
+            "peaks",
+            "Peaks on record (dense bf16)",
+            (
+                Column("device", "Device"),
+                Column("peak", "FLOP/s", "flops"),
+                Column("memory", "Memory", "bytes"),
+                Column("source", "Source"),
+            ),
+            peaks,
+            note="A device that is not listed has no MFU.",
+        ),
+    )
+    return Section("provenance", "Provenance", (), tables)
+
+
+def _commit() -> str:
+    """The commit of the source tree this program runs from, or ``unknown`` outside of one."""
+    root = Path(calm_scale.__file__).parent
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        changed = " (with local changes)" if _git(root, "status", "--porcelain", "--", ".") else ""
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head + changed
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+    )
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def twin_section(name: str, comparisons: Sequence[Comparison]) -> Section:
+    """Symbolic count beside torch's counter, for a tiny twin of the run."""
+    rows = tuple(
+        (c.what, c.symbolic, c.counted, c.symbolic - c.counted, c.note or ("" if c.agrees else "UNEXPLAINED"))
+        for c in comparisons
+    )
+    columns = (
+        Column("what", "What"),
+        Column("symbolic", "Our count", "integer"),
+        Column("counted", "torch's counter", "integer"),
+        Column("difference", "Difference", "integer"),
+        Column("note", "Why"),
+    )
+    text = (
+        "A twin of this architecture at tiny widths was run forward and backward under torch's FLOP counter, attention "
+        "as plain products; FLOPs per position."
+    )
+    table = Table("twin", f"{name}: count against execution", columns, rows)
+    return Section(f"twin.{name}", f"{name}: proof by counting", (text,), (table,))

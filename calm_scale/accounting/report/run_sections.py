@@ -1,26 +1,33 @@
-"""What a run really did: planned, done and wasted, attempt by attempt, from its ledgers."""
+"""What runs did: planned, done and wasted, attempt by attempt, from their ledgers; their BrierLM scores."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from calm_scale.accounting import ledger
+from calm_scale.accounting.compared_models import TABLE_1
 from calm_scale.accounting.costs import (
     autoencoder_tokens,
     autoencoder_training_per_token,
     evaluation_per_token,
+    run_totals,
     token_costs,
     tokens_per_step,
 )
-from calm_scale.accounting.goodput import RunAccount, accounts
-from calm_scale.accounting.ledger import History, LedgerError
+from calm_scale.accounting.goodput import AttemptAccount, RunAccount, Utilization, accounts, utilization
 from calm_scale.accounting.report import pictures
-from calm_scale.accounting.report.attempt_tables import StageCosts, attempts_table, time_spent, time_table
 from calm_scale.accounting.report.document import Cell, Column, Picture, Section, Table
-from calm_scale.accounting.report.scores import Score, paper_points, points, scores
-from calm_scale.accounting.utilization import Utilization, utilization
+from calm_scale.accounting.report.pictures import ScorePoint
+from calm_scale.config.errors import CalmScaleError
+from calm_scale.config.evaluation import describe_protocol, follows_the_paper
 from calm_scale.config.run import RunConfig
+from calm_scale.record import ledger
+from calm_scale.record.ledger import History, LedgerError
 
 STAGES = ("autoencoder", "lm")
 
@@ -243,3 +250,217 @@ def _bill(account: RunAccount, prices: Prices) -> str:
 
 def _device_hours(account: RunAccount, activity: str) -> float:
     return sum(a.world_size * a.seconds.get(activity, 0.0) for a in account.attempts) / 3600
+
+
+_SPENT = ("progress", "replay", "eval", "save", "stall", "load", "other")
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """FLOPs per token of a stage, and what was planned."""
+
+    training: float
+    hardware: float
+    evaluation: float
+    planned_steps: int
+    planned_tokens: int
+
+
+def attempts_table(account: RunAccount, costs: StageCosts) -> Table:
+    """Steps, speed and utilization of every attempt."""
+    columns = (
+        Column("attempt", "Attempt", "integer"),
+        Column("job", "Job"),
+        Column("cause", "Ended"),
+        Column("steps", "Steps"),
+        Column("progress", "New", "integer"),
+        Column("replayed", "Replayed", "integer"),
+        Column("skipped", "Skipped", "integer"),
+        Column("unrecorded", "Unrecorded", "integer"),
+        Column("world", "Ranks", "integer"),
+        Column("wall", "Wall", "seconds"),
+        Column("train", "Training", "seconds"),
+        Column("tokens_per_second", "Tokens/s", "number"),
+        Column("mfu", "MFU", "percent"),
+        Column("hfu", "HFU", "percent"),
+    )
+    rows = tuple(_attempt_cells(attempt, costs) for attempt in account.attempts)
+    note = (
+        "Tokens/s over the training time of an attempt. Replayed steps had been reached by an earlier attempt; "
+        "unrecorded ones ran after the last line of a killed attempt."
+    )
+    return Table(f"attempts_{account.stage}", f"{account.stage}: attempts", columns, rows, note=note)
+
+
+def _attempt_cells(attempt: AttemptAccount, costs: StageCosts) -> tuple[Cell, ...]:
+    seconds = attempt.seconds.get("train", 0.0)
+    used = utilization(
+        model_flops=costs.training * attempt.tokens,
+        hardware_flops=costs.hardware * attempt.tokens,
+        seconds=seconds,
+        world_size=attempt.world_size,
+        device=attempt.device,
+        precision=attempt.precision,
+    )
+    return (
+        attempt.attempt,
+        attempt.job_id or "local",
+        attempt.cause,
+        f"{attempt.first_step} → {attempt.last_step}",
+        attempt.steps_progress,
+        attempt.steps_replayed,
+        attempt.steps_skipped,
+        attempt.steps_unrecorded,
+        attempt.world_size,
+        attempt.wall,
+        seconds,
+        attempt.tokens / seconds if seconds else None,
+        used.mfu,
+        used.hfu,
+    )
+
+
+def time_table(account: RunAccount) -> Table:
+    """What every attempt did with its wall-clock time, and what it did for nothing."""
+    headings = {
+        "progress": "Progress",
+        "replay": "Replayed",
+        "eval": "Evaluation",
+        "save": "Saves",
+        "stall": "Stalls",
+        "load": "Loading",
+        "other": "Start-up, other",
+    }
+    columns = (
+        Column("attempt", "Attempt", "integer"),
+        Column("job", "Job"),
+        Column("wall", "Wall", "seconds"),
+        *(Column(kind, headings[kind], "seconds") for kind in _SPENT),
+        Column("goodput", "Goodput", "percent"),
+        Column("padding", "Padding tokens", "number"),
+        Column("device_hours", "Device-hours", "number"),
+    )
+    rows = tuple(
+        (
+            attempt.attempt,
+            attempt.job_id or "local",
+            attempt.wall,
+            *(spent[kind] for kind in _SPENT),
+            attempt.useful_seconds / attempt.wall if attempt.wall else None,
+            attempt.padding_tokens,
+            attempt.device_hours,
+        )
+        for attempt, (_, spent) in zip(account.attempts, time_spent(account), strict=True)
+    )
+    note = "Progress is the training time of steps that moved the run on; stalls are waits for data."
+    return Table(f"time_{account.stage}", f"{account.stage}: where the time went", columns, rows, note=note)
+
+
+def time_spent(account: RunAccount) -> list[tuple[str, dict[str, float]]]:
+    """Seconds of every attempt by what they were for."""
+    found = []
+    for attempt in account.attempts:
+        useful = attempt.useful_seconds
+        spent = {kind: attempt.seconds.get(kind, 0.0) for kind in ("eval", "save", "stall", "load")}
+        train = attempt.seconds.get("train", 0.0)
+        other = max(0.0, attempt.wall - train - sum(spent.values()))
+        spent |= {"progress": useful, "replay": train - useful, "other": other}
+        found.append((str(attempt.attempt), spent))
+    return found
+
+
+class ScoreError(CalmScaleError):
+    """An evaluation file that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One evaluation of a run; ``brierlm`` is None where it is undefined."""
+
+    path: Path
+    step: int
+    brierlm: float | None
+    interval: tuple[float | None, float | None]
+    undefined_because: str | None
+    protocol: str = ""
+    text: str | None = None
+    follows_the_paper: bool = False
+
+
+def scores(folder: Path) -> list[Score]:
+    """Every BrierLM result in and below ``<folder>/eval``, by protocol and step: those of the run's own first."""
+    return sorted(_found(folder), key=lambda score: (len(score.path.parts), score.path.parent, score.step))
+
+
+def own_and_others(folder: Path) -> tuple[int, dict[str, int]]:
+    """Checkpoints scored under the run's own protocol, and how many under each other protocol or on other data.
+
+    Files are counted by their names; none is opened.
+    """
+    others = Counter(
+        str(path.parent.relative_to(folder / "eval")) for path in (folder / "eval").glob("*/**/step_*.json")
+    )
+    return len(list((folder / "eval").glob("step_*.json"))), dict(sorted(others.items()))
+
+
+def flops_at(config: RunConfig, step: int) -> float:
+    """Training FLOPs behind a checkpoint: its steps of the language model, and all of the autoencoder."""
+    return run_totals(config, tokens=step * tokens_per_step(config)).total
+
+
+def points(config: RunConfig, found: list[Score]) -> list[ScorePoint]:
+    """The defined scores of a run on the FLOPs axis."""
+    return [
+        ScorePoint(
+            f"{config.name} @ {score.step}", flops_at(config, score.step), score.brierlm, *score.interval
+        )
+        for score in found
+        if score.brierlm is not None
+    ]
+
+
+def paper_points() -> list[ScorePoint]:
+    """The paper's Table 1."""
+    return [ScorePoint(row.model, row.training, row.brierlm, from_paper=True) for row in TABLE_1]
+
+
+def _found(folder: Path) -> Iterator[Score]:
+    for path in sorted((folder / "eval").rglob("*.json")):
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ScoreError(f"{path}: not readable as an evaluation: {error}") from error
+        if not isinstance(raw, dict) or not isinstance(raw.get("score"), dict):
+            continue
+        score = raw["score"]
+        low, high = score.get("brierlm_interval") or (None, None)
+        step = _step(raw, path)
+        if step is not None:
+            stored = raw["protocol"] if isinstance(raw.get("protocol"), dict) else {}
+            provenance = stored.get("provenance") or {}
+            yield Score(
+                path,
+                step,
+                score.get("brierlm"),
+                (low, high),
+                score.get("undefined_because"),
+                _protocol_of(path.parent.relative_to(folder / "eval"), stored),
+                provenance.get("text"),
+                follows_the_paper(stored),
+            )
+
+
+def _protocol_of(place: Path, stored: dict[str, Any]) -> str:
+    """The protocol in words, after the data where they are not the run's own."""
+    data = next((part for part in place.parts if part.startswith("data-")), None)
+    return ", ".join(part for part in (data, describe_protocol(stored)) if part)
+
+
+def _step(raw: dict[str, Any], path: Path) -> int | None:
+    """The step an evaluation is of: from its own provenance, else from its file's name."""
+    for place in (raw.get("protocol", {}), raw.get("execution", {})):
+        for holder in (place, *(v for v in place.values() if isinstance(v, dict))):
+            if str(holder.get("step", "")).isdigit():
+                return int(holder["step"])
+    named = re.fullmatch(r"step_(\d+)", path.stem)
+    return int(named[1]) if named else None

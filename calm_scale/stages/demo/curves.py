@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from calm_scale.runtime.metrics import Row
+from calm_scale.record.metrics import Row
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calm_scale.accounting import ledger
 from calm_scale.checkpoint.judge import find
 from calm_scale.evaluation.evaluate import EvaluationResult
 from calm_scale.evaluation.report import load as load_evaluation
-from calm_scale.runtime.metrics import Row, read_metrics
+from calm_scale.record import ledger
+from calm_scale.record.metrics import Row, read_metrics
 from calm_scale.stages.demo.commands import DemoError
 from calm_scale.stages.demo.layout import DemoFolder
 

@@ -11,7 +11,7 @@ from rich.rule import Rule
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
-from calm_scale.runtime.metrics import highest_step
+from calm_scale.record.metrics import highest_step
 from calm_scale.stages.demo.commands import DemoError, mpirun, run, shown
 from calm_scale.stages.demo.layout import FIRST_LAYOUT, SECOND_LAYOUT, DemoFolder
 from calm_scale.stages.demo.results import newest_layout

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from calm_scale.accounting.lines import LineWriter
+from calm_scale.record.json_lines import LineWriter
 
 Row = dict[str, Any]
 

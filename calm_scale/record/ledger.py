@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from calm_scale.accounting.lines import append_lines
 from calm_scale.config.errors import CalmScaleError
+from calm_scale.record.json_lines import append_lines
 
 FORMAT_VERSION = 1
 _FAR = 1e15

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from calm_scale.accounting import lines
-from calm_scale.accounting.lines import LineWriter
+from calm_scale.record import json_lines
+from calm_scale.record.json_lines import LineWriter
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 def test_lines_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, said = tmp_path / "a.jsonl", list[str]()
-    monkeypatch.setattr(lines, "MOST_KEPT", 3)
+    monkeypatch.setattr(json_lines, "MOST_KEPT", 3)
     writer = LineWriter(path, said.append)
     writer.add("first")
     with largest_file(len("first\n") + 3):

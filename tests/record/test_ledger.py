@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from calm_scale.accounting.goodput import accounts
-from calm_scale.accounting.ledger import Event, LedgerError, append, highest_step, history, next_attempt
+from calm_scale.record.ledger import Event, LedgerError, append, highest_step, history, next_attempt
 
 
 def event(kind: str, attempt: int, step: int, time: float, **fields: Any) -> Event:

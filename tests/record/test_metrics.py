@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from calm_scale.config.training import LoggingConfig
+from calm_scale.record.metrics import MetricsRecord, highest_step, read_metrics
 from calm_scale.runtime.curves import draw_curves
-from calm_scale.runtime.metrics import MetricsRecord, highest_step, read_metrics
 from calm_scale.runtime.telemetry import Telemetry
 
 

@@ -1,13 +1,16 @@
 """Step time of a stage: kernels, collectives and the schedule put together, to rank layouts by.
 
 The constants behind it are fitted to published runs and tested on others (docs/scale.md, benchmarks/plan_accuracy.py).
-"""
+
+A ring over g ranks of each node uses g of the node's network ports at once, so its bandwidth per rank is g times one
+port, up to the link inside a node."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
 from calm_scale.accounting.activations import FP32, element
 from calm_scale.accounting.autoencoder_model import autoencoder_components
@@ -17,22 +20,27 @@ from calm_scale.accounting.backbone_model import (
     layer_components,
     lm_of,
 )
-from calm_scale.accounting.communication import Traffic, autoencoder, language_model
+from calm_scale.accounting.communication import Group, Traffic, autoencoder, language_model
 from calm_scale.accounting.components import Component, parameters_of
+from calm_scale.accounting.costs import autoencoder_step_flops, step_flops
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.kernels import (
+    OURS,
     KernelSeconds,
     Rates,
+    Software,
     autoencoder_seconds,
     micro_batch_seconds,
     rates,
 )
-from calm_scale.accounting.links import Ring, collective_seconds, ring, rings
 from calm_scale.accounting.model import head_components, input_encoder, loss_components, target_encoder
-from calm_scale.accounting.sharding import StageParameters, stage_parameters
-from calm_scale.accounting.software import OURS, Software
+from calm_scale.accounting.placement import StageParameters, stage_parameters
+from calm_scale.accounting.report.document import seconds_text
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
+from calm_scale.config.training import TrainingConfig
+
+Stage = Literal["autoencoder", "lm"]
 
 UPDATE_BYTES = FP32 + 3 * 2 * FP32
 """Per parameter of an AdamW step: the gradient read, fp32 weights and two moments read and written."""
@@ -198,3 +206,108 @@ def _optimizer_bytes(config: RunConfig, stage: StageParameters, data_parallel: i
     lm = lm_of(config)
     sharded = data_parallel if lm.parallel.distributed_optimizer else 1
     return stage.trained * ((UPDATE_BYTES + element(lm)) / sharded + 2 * FP32)
+
+
+LINK_SHARE = 0.8
+"""Bus bandwidth of large ring collectives inside a node over the link's datasheet figure (nccl-tests: A100 235 of 300
+GB/s, H100 365 of 450, B200 682 of 900)."""
+
+NETWORK_SHARE = 0.93
+"""The same over a network port (nccl-tests: 46-48 of 50 GB/s, 24 of 25)."""
+
+HOP_SECONDS = 34e-6
+HOP_GROWTH = 0.7
+"""A call over n nodes costs ``HOP_SECONDS · n^HOP_GROWTH`` beside its bytes (EFA: 55 µs on 2 nodes, 235 on 16)."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One group of ranks: over how many nodes it reaches, its bytes/s and the seconds a call costs beside its bytes."""
+
+    nodes: int
+    bandwidth: float
+    call_seconds: float
+
+    def seconds(self, wire: float, calls: float) -> float:
+        """``calls`` collectives that send ``wire`` bytes from each rank in all."""
+        return wire / self.bandwidth + calls * self.call_seconds
+
+
+def ring(size: int, stride: int, device: Device, gpus_per_node: int) -> Ring:
+    """The group of ``size`` ranks that stand ``stride`` ranks apart, nodes filled in rank order."""
+    in_node = min(size, max(1, gpus_per_node // stride))
+    nodes = ceil(size / in_node)
+    link = LINK_SHARE * device.link
+    if nodes == 1:
+        return Ring(1, link, device.call_seconds)
+    ports = NETWORK_SHARE * device.network * in_node
+    return Ring(nodes, min(link, ports), device.call_seconds + HOP_SECONDS * nodes**HOP_GROWTH)
+
+
+def rings(tensor: int, data: int, pipeline: int, device: Device, gpus_per_node: int) -> dict[Group, Ring]:
+    """The groups of a layout; ranks are numbered tensor first, then data, then pipeline."""
+    world = tensor * data * pipeline
+    neighbours = min(2, pipeline)
+    return {
+        "tensor": ring(tensor, 1, device, gpus_per_node),
+        "data": ring(data, tensor, device, gpus_per_node),
+        "pipeline": ring(neighbours, world // pipeline, device, gpus_per_node),
+    }
+
+
+def collective_seconds(traffic: list[Traffic], group: Group, over: Ring) -> float:
+    """All collectives of one group in one step."""
+    mine = [item for item in traffic if item.group == group]
+    return over.seconds(sum(item.wire for item in mine), sum(item.count for item in mine))
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A whole stage: ``steps`` of ``step_seconds`` on ``ranks`` devices at that share of their peak (``mfu``)."""
+
+    steps: int
+    step_seconds: float
+    ranks: int
+    mfu: float
+
+    @property
+    def hours(self) -> float:
+        """Of training alone, without saves and restarts."""
+        return self.steps * self.step_seconds / 3600
+
+    @property
+    def device_hours(self) -> float:
+        """Of all ranks together."""
+        return self.hours * self.ranks
+
+    @property
+    def reason(self) -> str:
+        """The step and what it rests on, in words."""
+        return (
+            f"{seconds_text(self.step_seconds)} a step: MFU {100 * self.mfu:.0f} %, estimated from published runs "
+            "(docs/scale.md)"
+        )
+
+
+def training_time(config: RunConfig, stage: Stage, *, ranks: int, nodes: int, chip: Device) -> Duration:
+    """The estimate for a stage on that many ranks and nodes."""
+    seconds = estimated_step(config, stage, ranks, nodes, chip)
+    work = step_flops(config) if stage == "lm" else autoencoder_step_flops(config)
+    mfu = work / (ranks * chip.peak * seconds)
+    return Duration(training_of(config, stage).steps, seconds, ranks, mfu)
+
+
+def estimated_step(config: RunConfig, stage: Stage, ranks: int, nodes: int, chip: Device) -> float:
+    """Seconds of one optimizer step of a stage on that many ranks and nodes."""
+    if stage == "lm":
+        data_parallel = max(1, ranks // lm_of(config).parallel.model_parallel)
+        return step_time(config, data_parallel, chip, max(1, ranks // nodes)).total
+    return autoencoder_step_seconds(config, ranks, chip, max(1, ranks // nodes))
+
+
+def training_of(config: RunConfig, stage: Stage) -> TrainingConfig:
+    """The training section of a stage."""
+    section = config.autoencoder if stage == "autoencoder" else config.lm
+    if section is None:
+        raise ConfigError(f"run {config.name}: there is no `{stage}` section")
+    return section.training

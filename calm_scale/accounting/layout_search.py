@@ -9,9 +9,9 @@ from calm_scale.accounting import memory
 from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.costs import step_flops, tokens_per_step
 from calm_scale.accounting.hardware import Device
-from calm_scale.accounting.layout import PipelineBound, balance, pipeline_bound
 from calm_scale.accounting.memory import Memory
-from calm_scale.accounting.timing import StepTime, step_time
+from calm_scale.accounting.placement import PipelineBound, balance, pipeline_bound
+from calm_scale.accounting.step_time import StepTime, step_time
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
 
