@@ -15,7 +15,7 @@ from calm_scale.config.data import ENCODES, ReadingConfig, TokenizerConfig
 from calm_scale.config.terminal import counted
 from data_prep.errors import ShardError
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
-from data_prep.shards.reading import ShardDataset, shard_problems
+from data_prep.shards.reading import ShardDataset, find_shard_problems
 from data_prep.shards.staging import Staged, stage_split
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _check(
 
     def work() -> None:
         for entry in mine:
-            if problems := shard_problems(dataset.split_dir, manifest, entry):
+            if problems := find_shard_problems(dataset.split_dir, manifest, entry):
                 raise ShardError("\n".join(problems))
 
     world.everywhere(work, patience=beat)

@@ -22,10 +22,14 @@ from calm_scale.training.engine import Batch
 
 
 class Samples(Protocol):
-    """``ds[i]`` is sequence i, ``[S]`` token ids."""
+    """Sequences of S = ``tokens_per_sample`` token ids; ``gather`` copies those of ``indices`` [n] into [n, S]."""
+
+    tokens_per_sample: int
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> npt.NDArray[Any]: ...
+    def gather(
+        self, indices: npt.NDArray[np.integer], dtype: npt.DTypeLike | None = None, /
+    ) -> npt.NDArray[np.integer]: ...
 
 
 class Order(Protocol):
@@ -69,7 +73,7 @@ class TrainingBatches:
     @property
     def tokens_per_batch(self) -> int:
         """Tokens of one global batch."""
-        return self.plan.global_batch * len(self.samples[0])
+        return self.plan.global_batch * self.samples.tokens_per_sample
 
     def exhausted(self, consumed_samples: int) -> bool:
         """With ``end_of_data: stop``: less than one global batch is left. The rest is not trained on, so every
@@ -112,7 +116,7 @@ class EvaluationBatches:
     @property
     def num_tokens(self) -> int:
         """Tokens of the sequences that count."""
-        return self.num_samples * len(self.samples[0])
+        return self.num_samples * self.samples.tokens_per_sample
 
     def iterate(self, step: int) -> Iterator[Batch]:
         """The same sequences every time, with ids 0, 1, …; ``step`` is the training step that is evaluated."""
@@ -124,8 +128,7 @@ class EvaluationBatches:
 
 
 def _batch(step: int, samples: Samples, picked: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> Batch:
-    rows = np.stack([np.asarray(samples[int(index)]) for index in picked]).astype(np.int64)
-    tokens = torch.from_numpy(rows).view(*places.shape, -1)
+    tokens = torch.from_numpy(samples.gather(picked, np.int64)).view(*places.shape, -1)
     return Batch(step=step, tokens=tokens, sample_ids=torch.from_numpy(places.copy()))
 
 

@@ -33,7 +33,7 @@ from data_prep.shards.manifest import (
     ShardEntry,
     TokenCounts,
 )
-from data_prep.shards.reading import ShardDataset, shard_problems
+from data_prep.shards.reading import ShardDataset, find_shard_problems
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.tokenizer.definition import find_definition
 
@@ -217,7 +217,7 @@ def verify_split(
         return found
     found.fingerprint = manifest.fingerprint
     for done, entry in enumerate(manifest.shards, 1):
-        found.problems += shard_problems(split_dir, manifest, entry)
+        found.problems += find_shard_problems(split_dir, manifest, entry)
         found.num_shards += 1
         found.num_tokens += entry.num_sequences * manifest.sequence_length
         on_shard(done, len(manifest.shards))

@@ -1,4 +1,4 @@
-"""Reading shards: memory-mapped, zero copy, checked when opened."""
+"""Reading shards: memory-mapped and checked when opened; whole batches are gathered with one numpy call."""
 
 from __future__ import annotations
 
@@ -17,68 +17,19 @@ from calm_scale.config.files import wait_until_visible
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.shards import HEADER_BYTES, ShardHeader, map_tokens, read_header
 from data_prep.shards.compressed import ColdShard, open_cold
-from data_prep.shards.manifest import (
-    Manifest,
-    ShardEntry,
-)
+from data_prep.shards.manifest import Manifest, ShardEntry
 from data_prep.shards.order import MixtureOrder, SampleOrder
 
-_ROWS_AT_ONCE = 1 << 22
-
-
-def shard_problems(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
-    """What is wrong with one shard: reads all of it, in pieces."""
-    try:
-        return _problems_inside(split_dir, manifest, entry)
-    except (ShardError, OSError) as error:
-        return [str(error)]
-
-
-def _problems_inside(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
-    path = split_dir / entry.name
-    if entry.compressed:
-        header, pieces = open_cold(path)
-    else:
-        header = read_header(path)
-        flat = map_tokens(path, header).reshape(-1)
-        pieces = (np.asarray(flat[i : i + _ROWS_AT_ONCE]) for i in range(0, len(flat), _ROWS_AT_ONCE))
-    problems = _header_problems(manifest, entry, header)
-    digest = xxhash.xxh64()
-    largest = count = 0
-    for piece in pieces:
-        digest.update(piece.view(np.uint8).data)
-        largest = max(largest, int(piece.max()))
-        count += len(piece)
-    if digest.intdigest() != header.checksum:
-        problems.append(
-            f"{path}: its tokens do not fit their checksum: the file is damaged, prepare again with --restart"
-        )
-    if largest != header.max_id or count != header.num_tokens:
-        problems.append(
-            f"{path}: largest id {largest} of {count} ids, the header says {header.max_id} of {header.num_tokens}"
-        )
-    return problems
-
-
-def _header_problems(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> list[str]:
-    stated = {
-        "dtype": (header.dtype.name, manifest.dtype),
-        "alignment": (header.alignment, manifest.alignment),
-        "sequence_length": (header.sequence_length, manifest.sequence_length),
-        "num_sequences": (header.num_sequences, entry.num_sequences),
-        "checksum": (f"{header.checksum:016x}", entry.checksum),
-        "max_id": (header.max_id, entry.max_id),
-    }
-    return [f"{entry.name}: {k} is {a}, the manifest says {b}" for k, (a, b) in stated.items() if a != b]
+_IDS_AT_ONCE = 1 << 22
 
 
 class ShardDataset:
     """The samples of one split, in stored order.
 
-    ``ds[i]`` is a read-only view ``[tokens_per_sample]`` of the page cache; no token is copied. Every shard's
-    header and size is checked against the manifest when the dataset is opened (checksums: ``prep verify``), or, where
-    another process has done that (``seen``), a shard's when the first of its samples is read. A sample with an id that
-    was never written raises ShardError when it is read.
+    ``ds[i]`` is a read-only view ``[tokens_per_sample]`` of the page cache; no token is copied. ``gather`` copies a
+    batch. Every shard's header and size is checked against the manifest when the dataset is opened (checksums:
+    ``prep verify``), or, where another process has done that (``seen``), a shard's when the first of its samples is
+    read. A sample with an id that was never written raises ShardError when it is read.
 
     Ids that only fill up a stored last sequence (``ShardEntry.filler``) are never served. Whole samples are by
     default; ``partial`` adds, at each end of such a shard, the shorter sample ``[1 ≤ n < tokens_per_sample]`` that
@@ -121,11 +72,11 @@ class ShardDataset:
         self._unchecked = seen is not None
         self.num_bytes = sum(map(self._check_shard, self.manifest.shards)) if seen is None else seen[1]
         self.partial = partial
-        self._counts = [self._num_samples(entry) for entry in self.manifest.shards]
+        self._counts = [self._count_samples(entry) for entry in self.manifest.shards]
         self._starts = [0, *accumulate(self._counts)]
-        self._maps: list[_Samples | None] = [None] * len(self.manifest.shards)
-        self._has_cold = any(s.compressed for s in self.manifest.shards)
-        self._gatherer: RowGatherer | None = None
+        self._row_starts = np.array(self._starts)
+        self._opened: list[_Samples | None] = [None] * len(self.manifest.shards)
+        self._gatherer: _RowGatherer | None = None
 
     def __len__(self) -> int:
         """Samples in the split."""
@@ -133,33 +84,13 @@ class ShardDataset:
 
     def __getitem__(self, index: int) -> NDArray[np.unsignedinteger]:
         """Sample ``index`` as a read-only view [tokens_per_sample] of uint16 or uint32 ids (a partial one: shorter)."""
-        sample = self._filled(index)
+        sample = self._read_filled(index)
         if not self.partial:
             return sample
-        shard = self._shard_at(index)
+        shard = self._find_shard(index)
         if index == self._starts[shard + 1] - 1:
-            real = self._real_tokens(self.manifest.shards[shard])
+            real = self._count_real_tokens(self.manifest.shards[shard])
             return sample[: (real - 1) % self.tokens_per_sample + 1]
-        return sample
-
-    def _shard_at(self, index: int) -> int:
-        if not 0 <= index < self._starts[-1]:
-            raise IndexError(f"sample {index} is outside [0, {len(self)})")
-        return bisect_right(self._starts, index) - 1
-
-    def _filled(self, index: int) -> NDArray[np.unsignedinteger]:
-        """Sample ``index``; a partial one with its filler."""
-        shard = self._shard_at(index)
-        samples = self._maps[shard]
-        if samples is None:
-            samples = self._open(shard)
-        sample: NDArray[np.unsignedinteger] = samples[index - self._starts[shard]]
-        if sample.max() > self.manifest.max_id:
-            raise ShardError(
-                f"{self.split_dir / self.manifest.shards[shard].name} is damaged: its sample {index} holds id "
-                f"{sample.max()}, the largest that was written is {self.manifest.max_id}; run "
-                "`calm-scale prep verify`, and prepare again with --restart"
-            )
         return sample
 
     def gather(self, indices: NDArray[np.integer], dtype: DTypeLike | None = None) -> NDArray[np.integer]:
@@ -169,24 +100,25 @@ class ShardDataset:
 
         Raises:
             IndexError: there is no such sample.
-            ShardError: the split has no sample at all, or a compressed shard is damaged.
+            ShardError: the split has no sample at all, a shard is missing or changed, or a sample holds an id that was
+                never written.
         """
         wanted = np.ascontiguousarray(indices, np.int64)
         if not len(wanted):
             return np.empty((0, self.tokens_per_sample), self._dtype if dtype is None else dtype)
         self.refuse_none()
-        if self._gatherer is None and not self._has_cold:
-            self._gatherer = RowGatherer([self._plain(i) for i, count in enumerate(self._counts) if count])
-        if self._gatherer is not None:
-            samples = self._gatherer.take(wanted)
+        if wanted.min() < 0 or wanted.max() >= len(self):
+            raise IndexError(f"samples {wanted.min()}…{wanted.max()} are not all inside [0, {len(self)})")
+        if any(entry.compressed for entry in self.manifest.shards):
+            samples = np.stack([self._read_filled(index) for index in wanted.tolist()])
         else:
-            samples = np.stack([self._filled(i) for i in wanted.tolist()])
+            samples = self._gather_mapped(wanted)
         return samples if dtype is None else samples.astype(dtype)
 
     def refuse_none(self) -> None:
         """Raises ShardMistakeError when there is nothing to read."""
         if not len(self):
-            found = sum(map(self._real_tokens, self.manifest.shards))
+            found = sum(map(self._count_real_tokens, self.manifest.shards))
             raise ShardMistakeError(
                 f"{self.split_dir} has no sample of {self.tokens_per_sample} tokens: it holds {found}; choose "
                 "smaller samples, or prepare a larger split"
@@ -204,15 +136,51 @@ class ShardDataset:
 
     def shard_of(self, index: int) -> ShardEntry:
         """The manifest's entry of the shard that holds sample ``index``."""
-        return self.manifest.shards[self._shard_at(index)]
+        return self.manifest.shards[self._find_shard(index)]
 
-    def _num_samples(self, entry: ShardEntry) -> int:
+    def __getstate__(self) -> dict[str, Any]:
+        """Maps are reopened in another process, not sent to it."""
+        return {**self.__dict__, "_opened": [None] * len(self._opened), "_gatherer": None}
+
+    def _find_shard(self, index: int) -> int:
+        if not 0 <= index < self._starts[-1]:
+            raise IndexError(f"sample {index} is outside [0, {len(self)})")
+        return bisect_right(self._starts, index) - 1
+
+    def _read_filled(self, index: int) -> NDArray[np.unsignedinteger]:
+        """Sample ``index``; a partial one with its filler."""
+        shard = self._find_shard(index)
+        samples = self._open(shard)
+        sample: NDArray[np.unsignedinteger] = samples[index - self._starts[shard]]
+        if sample.max() > self.manifest.max_id:
+            raise ShardError(
+                f"{self.split_dir / self.manifest.shards[shard].name} is damaged: its sample {index} holds id "
+                f"{sample.max()}, the largest that was written is {self.manifest.max_id}; run "
+                "`calm-scale prep verify`, and prepare again with --restart"
+            )
+        return sample
+
+    def _gather_mapped(self, wanted: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+        """Samples ``wanted`` of shards that are not compressed. Several threads may call this."""
+        shards = self._row_starts.searchsorted(wanted, "right") - 1
+        gatherer = self._gatherer
+        if gatherer is None or not gatherer.has_all(shards):
+            for shard in np.unique(shards).tolist():
+                self._open(shard)
+            maps = {i: samples for i, samples in enumerate(self._opened) if isinstance(samples, np.ndarray)}
+            gatherer = self._gatherer = _RowGatherer(maps, self._row_starts)
+        samples = gatherer.take(wanted, shards)
+        if samples.max() > self.manifest.max_id:
+            for index in wanted.tolist():
+                self._read_filled(index)
+        return samples
+
+    def _count_samples(self, entry: ShardEntry) -> int:
         """Samples of a shard that hold text; whole ones only, unless partial ones are served."""
-        return (
-            self._real_tokens(entry) + self.partial * (self.tokens_per_sample - 1)
-        ) // self.tokens_per_sample
+        filled_up = self.partial * (self.tokens_per_sample - 1)
+        return (self._count_real_tokens(entry) + filled_up) // self.tokens_per_sample
 
-    def _real_tokens(self, entry: ShardEntry) -> int:
+    def _count_real_tokens(self, entry: ShardEntry) -> int:
         """Ids of a shard that are no filler."""
         return entry.num_sequences * self.manifest.sequence_length - entry.filler
 
@@ -225,36 +193,38 @@ class ShardDataset:
         else:
             header = read_header(path)
             num_bytes = header.file_bytes
-        _check(self.manifest, entry, header)
+        differences = compare_header(self.manifest, entry, header)
+        if differences:
+            raise ShardError(
+                f"shard {entry.name} does not belong to its manifest: {differences[0]}; prepare again with "
+                "`calm-scale prep --restart`"
+            )
+        if header.max_id >= self.manifest.vocab_size:
+            raise ShardError(
+                f"shard {entry.name} holds id {header.max_id}, the vocabulary has {self.manifest.vocab_size} rows"
+            )
         return num_bytes
 
     def _open(self, shard: int) -> _Samples:
+        samples = self._opened[shard]
+        if samples is not None:
+            return samples
         entry = self.manifest.shards[shard]
+        path = self.split_dir / entry.name
         if self._unchecked:
-            path = self.split_dir / entry.name
             wait_until_visible(lambda: "" if path.exists() else str(path))
             self._check_shard(entry)
         if entry.compressed:
-            samples: _Samples = _ColdSamples(ColdShard(self.split_dir / entry.name), self.tokens_per_sample)
+            samples = _ColdSamples(ColdShard(path), self.tokens_per_sample)
         else:
-            samples = self._plain(shard)
-        self._maps[shard] = samples
+            shape = (self._counts[shard], self.tokens_per_sample)
+            samples = np.memmap(path, self._dtype, "r", offset=HEADER_BYTES, shape=shape).view(np.ndarray)
+        self._opened[shard] = samples
         return samples
-
-    def _plain(self, shard: int) -> NDArray[np.unsignedinteger]:
-        entry = self.manifest.shards[shard]
-        shape = (self._counts[shard], self.tokens_per_sample)
-        path = self.split_dir / entry.name
-        mapped = np.memmap(path, self._dtype, "r", offset=HEADER_BYTES, shape=shape)
-        return mapped.view(np.ndarray)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Maps are reopened in another process, not sent to it."""
-        return {**self.__dict__, "_maps": [None] * len(self._maps), "_gatherer": None}
 
 
 class _ColdSamples:
-    """A cold shard as a sequence of samples (decompressed a frame at a time)."""
+    """A compressed shard as a sequence of samples (decompressed a frame at a time)."""
 
     def __init__(self, shard: ColdShard, tokens_per_sample: int) -> None:
         self._shard, self._tokens = shard, tokens_per_sample
@@ -266,8 +236,84 @@ class _ColdSamples:
 _Samples = NDArray[np.unsignedinteger] | _ColdSamples
 
 
-def _check(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> None:
-    facts = {
+class _RowGatherer:
+    """Copies rows out of many memory maps with one numpy call.
+
+    A loop over samples costs about as much in Python as copying a sample does. All maps live in one address space,
+    so a single strided view that starts at the lowest of them reaches every row: row i of the split, in map m, begins
+    i · per_row + shift_m units after the lowest address.
+
+    Args:
+        maps: by shard, arrays [n, width] of one type, each C-contiguous; they are held as long as the view.
+        starts: row of the split at which each shard begins.
+    """
+
+    def __init__(self, maps: dict[int, NDArray[np.unsignedinteger]], starts: NDArray[np.int64]) -> None:
+        self._maps = maps
+        shards = np.array(list(maps))
+        addresses = np.array([m.ctypes.data for m in maps.values()], np.int64)
+        lowest = maps[int(shards[addresses.argmin()])]
+        apart = addresses - addresses.min()
+        width, itemsize = lowest.shape[1], lowest.itemsize
+        unit = math.gcd(width * itemsize, *apart.tolist())
+        self._per_row = width * itemsize // unit
+        self._mapped = np.zeros(len(starts) - 1, bool)
+        self._mapped[shards] = True
+        self._shifts = np.zeros(len(starts) - 1, np.int64)
+        self._shifts[shards] = apart // unit - starts[shards] * self._per_row
+        last_rows = np.array([len(m) - 1 for m in maps.values()]) * self._per_row
+        last = int((apart // unit + last_rows).max())
+        self._rows = as_strided(lowest, (last + 1, width), (unit, itemsize), writeable=False)
+
+    def has_all(self, shards: NDArray[np.int64]) -> bool:
+        """Whether every one of ``shards`` is mapped."""
+        return bool(self._mapped[shards].all())
+
+    def take(self, rows: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+        """Copies of ``rows`` [n] of the split, which lie in the mapped ``shards`` [n]: [n, width].
+
+        The view reaches beyond the maps; the caller has checked that the rows exist.
+        """
+        found: NDArray[np.unsignedinteger] = self._rows[rows * self._per_row + self._shifts[shards]]
+        return found
+
+
+def find_shard_problems(split_dir: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+    """What is wrong with one shard: reads all of it, in pieces."""
+    try:
+        return _check_content(split_dir / entry.name, manifest, entry)
+    except (ShardError, OSError) as error:
+        return [str(error)]
+
+
+def _check_content(path: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
+    if entry.compressed:
+        header, pieces = open_cold(path)
+    else:
+        header = read_header(path)
+        flat = map_tokens(path, header).reshape(-1)
+        pieces = (np.asarray(flat[i : i + _IDS_AT_ONCE]) for i in range(0, len(flat), _IDS_AT_ONCE))
+    problems = [f"{entry.name}: {difference}" for difference in compare_header(manifest, entry, header)]
+    digest = xxhash.xxh64()
+    largest = count = 0
+    for piece in pieces:
+        digest.update(piece.view(np.uint8).data)
+        largest = max(largest, int(piece.max()))
+        count += len(piece)
+    if digest.intdigest() != header.checksum:
+        problems.append(
+            f"{path}: its tokens do not fit their checksum: the file is damaged, prepare again with --restart"
+        )
+    if largest != header.max_id or count != header.num_tokens:
+        problems.append(
+            f"{path}: largest id {largest} of {count} ids, the header says {header.max_id} of {header.num_tokens}"
+        )
+    return problems
+
+
+def compare_header(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> list[str]:
+    """What a shard's header and its manifest say differently."""
+    stated = {
         "dtype": (header.dtype.name, manifest.dtype),
         "alignment": (header.alignment, manifest.alignment),
         "sequence_length": (header.sequence_length, manifest.sequence_length),
@@ -275,49 +321,4 @@ def _check(manifest: Manifest, entry: ShardEntry, header: ShardHeader) -> None:
         "checksum": (f"{header.checksum:016x}", entry.checksum),
         "max_id": (header.max_id, entry.max_id),
     }
-    for name, (found, stated) in facts.items():
-        if found != stated:
-            raise ShardError(
-                f"shard {entry.name} does not belong to its manifest: {name} is {found}, the manifest says "
-                f"{stated}; prepare again with `calm-scale prep --restart`"
-            )
-    if header.max_id >= manifest.vocab_size:
-        raise ShardError(
-            f"shard {entry.name} holds id {header.max_id}, the vocabulary has {manifest.vocab_size} rows"
-        )
-
-
-class RowGatherer:
-    """Rows of ``maps``, arrays [n_m, width] of one type, each C-contiguous, counted through: row i of the whole is
-    row i − n_0 − … − n_{m−1} of map m."""
-
-    def __init__(self, maps: list[NDArray[np.unsignedinteger]]) -> None:
-        self._maps = maps  # keeps them mapped
-        width, itemsize = maps[0].shape[1], maps[0].itemsize
-        addresses = np.array([m.ctypes.data for m in maps], np.int64)
-        lowest = int(addresses.argmin())
-        apart = addresses - addresses[lowest]
-        unit = math.gcd(width * itemsize, *apart.tolist())
-        counts = np.array([len(m) for m in maps], np.int64)
-        self.num_rows = int(counts.sum())
-        self._ends = counts.cumsum()
-        self._per_row = width * itemsize // unit
-        # Row i of the whole, in map m, begins i · per_row + shift_m units after the lowest address.
-        self._shifts = apart // unit - (self._ends - counts) * self._per_row
-        last = int((apart // unit + (counts - 1) * self._per_row).max())
-        self._rows = as_strided(maps[lowest], (last + 1, width), (unit, itemsize), writeable=False)
-
-    def take(self, rows: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
-        """Copies of ``rows`` [n]: [n, width].
-
-        Raises:
-            IndexError: a row is outside [0, num_rows). The view reaches beyond the maps, so this check is what
-                makes it safe.
-        """
-        if (
-            len(rows) and rows.view(np.uint64).max() >= self.num_rows
-        ):  # a negative number is a huge unsigned one
-            raise IndexError(f"samples {rows.min()}…{rows.max()} are not all inside [0, {self.num_rows})")
-        maps = self._ends.searchsorted(rows, "right")
-        found: NDArray[np.unsignedinteger] = self._rows[rows * self._per_row + self._shifts[maps]]
-        return found
+    return [f"{name} is {a}, the manifest says {b}" for name, (a, b) in stated.items() if a != b]

@@ -19,7 +19,7 @@ from calm_scale.config.files import write_atomically
 from data_prep.errors import ShardError, ShardMistakeError, ShardStorageError
 from data_prep.shards import HEADER_BYTES
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest, ShardEntry
-from data_prep.shards.reading import shard_problems
+from data_prep.shards.reading import find_shard_problems
 
 _STREAMS = 4
 
@@ -104,7 +104,7 @@ def _bring(origin: str, local_dir: Path, fetch: Fetch) -> tuple[int, int]:
 
 
 def _is_right(folder: Path, manifest: Manifest, entry: ShardEntry) -> bool:
-    return (folder / entry.name).exists() and not shard_problems(folder, manifest, entry)
+    return (folder / entry.name).exists() and not find_shard_problems(folder, manifest, entry)
 
 
 def _refuse_full(local_dir: Path, manifest: Manifest, missing: list[ShardEntry]) -> None:

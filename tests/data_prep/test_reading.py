@@ -127,6 +127,19 @@ def test_an_id_that_was_never_written_is_refused_when_read(prepared: RunConfig) 
     assert dataset[0].shape == (64,)
     with pytest.raises(ShardError, match=rf"{shard.name} is damaged: its sample 1 holds id 65535"):
         dataset[1]
+    with pytest.raises(ShardError, match=rf"{shard.name} is damaged: its sample 1 holds id 65535"):
+        dataset.gather(np.array([3, 1]))
+
+
+def test_gathering_checks_a_shard_that_another_process_saw_when_it_is_first_read(prepared: RunConfig) -> None:
+    split = prepared.data_dir / "train"
+    first = ShardDataset(split, 64)
+    dataset = ShardDataset(split, 64, seen=(first.manifest, first.num_bytes))
+    shard = split / first.manifest.shards[-1].name
+    shard.write_bytes(shard.read_bytes()[:-4])
+    np.testing.assert_array_equal(dataset.gather(np.array([1, 0])), np.stack([first[1], first[0]]))
+    with pytest.raises(ShardError, match="cut or changed"):
+        dataset.gather(np.array([0, len(dataset) - 1]))
 
 
 def test_a_manifest_changed_by_hand_is_refused(prepared: RunConfig) -> None:

@@ -17,6 +17,7 @@ if __name__ == "__main__":
     print("ready", flush=True)
 
 import numpy as np
+from numpy.typing import DTypeLike
 from tiny_engine import TinyEngine
 
 from calm_scale.checkpoint.card import Identity
@@ -37,6 +38,8 @@ SEQUENCES = 50
 class Sequences:
     """``count`` sequences of 16 tokens, each a repeating pattern that can be learnt."""
 
+    tokens_per_sample = 16
+
     def __init__(self, count: int = SEQUENCES) -> None:
         self.count = count
 
@@ -45,6 +48,9 @@ class Sequences:
 
     def __getitem__(self, index: int) -> np.ndarray:
         return (np.arange(16) * (1 + index % 3) + index).astype(np.uint32) % 64
+
+    def gather(self, indices: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
+        return np.stack([self[int(index)] for index in indices]).astype(dtype)
 
 
 def training_config(**changes: object) -> TrainingConfig:
