@@ -57,6 +57,7 @@ def test_ranks_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     import torch.distributed as dist
 
     store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
     store.set("calm_scale/0/rank2", "here")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     with pytest.raises(WorldError, match="2 of 4 ranks have not joined after 0 s: 1, 3"):
