@@ -121,3 +121,8 @@ class AutoencoderStage(Section):
         if self.zero.data is not None:
             self.training.accumulation(self.zero.data)
         return self
+
+    @property
+    def sample_patches(self) -> int:
+        """Patches of one training sample."""
+        return self.patches

@@ -242,3 +242,8 @@ class LMStage(Section):
     def num_blocks(self) -> int:
         """Residual blocks in the generative head (default L/4, at least one)."""
         return getattr(self.head, "num_blocks", None) or max(1, self.backbone.num_layers // 4)
+
+    @property
+    def sample_patches(self) -> int:
+        """Patches of one training sample."""
+        return self.backbone.positions

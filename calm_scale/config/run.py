@@ -10,8 +10,10 @@ from pydantic import Field, model_validator
 
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.data import PrepConfig, ReadingConfig, TokenizerConfig
+from calm_scale.config.errors import ConfigError
 from calm_scale.config.evaluation import EvaluationConfig, GenerationConfig
 from calm_scale.config.lm import LMStage
+from calm_scale.config.run_folder import TRAINED, RunFolder, Stage
 from calm_scale.config.section import Section, Seed
 from calm_scale.config.training import LoggingConfig, OptimizerConfig, TrainingConfig
 
@@ -81,14 +83,52 @@ class RunConfig(Section):
             )
 
     @property
+    def folder(self) -> RunFolder:
+        """The paths of the run's folder."""
+        return RunFolder(self.workdir)
+
+    @property
     def data_dir(self) -> Path:
         """Folder of the prepared splits (``train/``, ``autoencoder/``, ``heldout/``)."""
-        return self.data or self.workdir / "data"
+        return self.data or self.folder.data
 
     @property
     def tokenizer_path(self) -> Path:
         """The tokenizer file or folder."""
-        return self.tokenizer.path or self.workdir / "tokenizer.json"
+        return self.tokenizer.path or self.folder.tokenizer
+
+    def require_autoencoder(self) -> AutoencoderStage:
+        """The autoencoder section; raises ConfigError where there is none."""
+        if self.autoencoder is None:
+            raise ConfigError(
+                f"run {self.name}: there is no `autoencoder` section; extend configs/autoencoder/k4.yaml"
+            )
+        return self.autoencoder
+
+    def require_lm(self) -> LMStage:
+        """The language-model section; raises ConfigError where there is none."""
+        if self.lm is None:
+            raise ConfigError(f"run {self.name}: there is no `lm` section; extend configs/lm/calm-m.yaml")
+        return self.lm
+
+    def require_stage(self, stage: Stage) -> AutoencoderStage | LMStage:
+        """The section of a training stage; raises ConfigError where there is none."""
+        return self.require_autoencoder() if stage == Stage.AUTOENCODER else self.require_lm()
+
+    def has(self, stage: Stage) -> bool:
+        """Whether the run has what the stage needs: its section, or for an evaluation the language model's."""
+        section = {
+            Stage.PREP: self.prep,
+            Stage.AUTOENCODER: self.autoencoder,
+            Stage.LM: self.lm,
+            Stage.EVAL: self.lm,
+        }[stage]
+        return section is not None
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that the run has sections for, in the order of the chain."""
+        return tuple(stage for stage in Stage if self.has(stage))
 
     @property
     def latent_size(self) -> int:
@@ -100,25 +140,20 @@ class RunConfig(Section):
         """Folder of the frozen autoencoder the language model is trained against."""
         if self.lm is not None and self.lm.autoencoder is not None:
             return self.lm.autoencoder
-        return self.workdir / "autoencoder" / "export"
+        return self.folder.export
 
 
-Trained = Literal["autoencoder", "lm"]
-TRAINED: tuple[Trained, ...] = ("autoencoder", "lm")
-
-
-def notes(config: RunConfig, stage: Trained | None = None) -> list[str]:
+def notes(config: RunConfig, stage: Stage | None = None) -> list[str]:
     """One line for each such setting of a training stage (None: of both): its key, what it does, what to set."""
     return [line for one in TRAINED if stage in (None, one) for line in _stage_notes(config, one)]
 
 
-def tokens_per_step(config: RunConfig, stage: Trained) -> int | None:
+def tokens_per_step(config: RunConfig, stage: Stage) -> int | None:
     """Tokens of one optimizer step; None where the run has no such stage."""
-    if stage == "autoencoder":
-        patches = config.autoencoder.patches if config.autoencoder is not None else None
-    else:
-        patches = config.lm.backbone.positions if config.lm is not None else None
-    return None if patches is None else patches * config.patch_size * _batch(config, stage)
+    if not config.has(stage):
+        return None
+    section = config.require_stage(stage)
+    return section.sample_patches * config.patch_size * section.training.global_batch
 
 
 def step_notes(before: RunConfig, after: RunConfig) -> list[str]:
@@ -127,28 +162,24 @@ def step_notes(before: RunConfig, after: RunConfig) -> list[str]:
     lines = []
     for stage in TRAINED:
         old, new = tokens_per_step(before, stage), tokens_per_step(after, stage)
-        old_batch, new_batch = _batch(before, stage), _batch(after, stage)
-        if old and new and old != new and old_batch == new_batch:
+        if not old or not new or old == new:
+            continue
+        batch = after.require_stage(stage).training.global_batch
+        if batch == before.require_stage(stage).training.global_batch:
             lines.append(
                 f"{stage}.training.global_batch counts sequences: a step has {new:,} tokens instead of {old:,}"
-                + (f"; {new_batch * old // new} keeps {old:,}" if (new_batch * old) % new == 0 else "")
+                + (f"; {batch * old // new} keeps {old:,}" if (batch * old) % new == 0 else "")
             )
     return lines
 
 
-def _batch(config: RunConfig, stage: Trained) -> int:
-    section = config.autoencoder if stage == "autoencoder" else config.lm
-    return section.training.global_batch if section is not None else 0
-
-
-def _stage_notes(config: RunConfig, stage: Trained) -> Iterator[str]:
-    section = config.autoencoder if stage == "autoencoder" else config.lm
-    if section is None:
+def _stage_notes(config: RunConfig, stage: Stage) -> Iterator[str]:
+    if not config.has(stage):
         return
-    for line in _schedule_notes(section.training):
+    for line in _schedule_notes(config.require_stage(stage).training):
         yield f"{stage}.training.optimizer.schedule.{line}"
     if (
-        stage == "lm"
+        stage == Stage.LM
         and config.lm is not None
         and config.lm.head.kind == "energy"
         and config.lm.head.alpha == 2
