@@ -31,7 +31,6 @@ from calm_scale.evaluation.evaluate import evaluate
 from calm_scale.evaluation.exact import evaluate_exact
 from calm_scale.runtime.world import World, init_world
 from calm_scale.sampling.temperature import TemperedModel
-from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
 from calm_scale.stages.splits import open_split
 
@@ -117,7 +116,7 @@ def complete_checkpoints(config: RunConfig) -> list[Entry]:
 
 
 def dataset_of(config: RunConfig) -> Any:
-    block = lm_section(config).backbone.positions * config.patch_size
+    block = config.require_lm().backbone.positions * config.patch_size
     return open_split(config, config.evaluation.split, block, partial=True)
 
 
@@ -162,7 +161,7 @@ def check_cross_entropy(configs: Sequence[RunConfig], baseline: Path | None) -> 
 
 
 def refuse_unless_softmax(config: RunConfig, what: str) -> None:
-    kind = lm_section(config).head.kind
+    kind = config.require_lm().head.kind
     if kind != "softmax":
         raise ConfigError(f"{what} needs an autoregressive run (head softmax), {config.name} has head {kind}")
 

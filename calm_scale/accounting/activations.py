@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.head_model import TIME_FEATURES
 from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, LMStage
 from calm_scale.config.run import RunConfig
@@ -35,7 +34,7 @@ def element(lm: LMStage) -> int:
 
 def layer(config: RunConfig, kernels: Kernels) -> Saved:
     """One Transformer layer under the run's recomputation mode."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     backbone, tensor, w = lm.backbone, lm.parallel.tensor, element(lm)
     d, kv = backbone.hidden_size, backbone.query_groups * backbone.head_dim
     sequence = tensor if lm.parallel.sequence_parallel else 1
@@ -53,7 +52,7 @@ def layer(config: RunConfig, kernels: Kernels) -> Saved:
 
 def norm(config: RunConfig, kernels: Kernels) -> float:
     """One RMSNorm: its input and one number; on the CPU path input and normalised input in fp32."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     d = lm.backbone.hidden_size
     sequence = lm.parallel.tensor if lm.parallel.sequence_parallel else 1
     return ((element(lm) * d if kernels == "fused" else 2 * FP32 * d) + FP32) / sequence
@@ -61,7 +60,7 @@ def norm(config: RunConfig, kernels: Kernels) -> float:
 
 def input_side(config: RunConfig) -> Saved:
     """Embeddings of the K tokens and the two-layer compressor."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     d, w, tensor = lm.backbone.hidden_size, element(lm), lm.parallel.tensor
     sequence = tensor if lm.parallel.sequence_parallel else 1
     ids = 8 * config.patch_size
@@ -78,7 +77,7 @@ def output_side(config: RunConfig, kernels: Kernels, positions: int) -> Saved:
 
     ``positions``: P · b of the micro-batch, which bounds the workspace of the energy loss.
     """
-    lm = lm_of(config)
+    lm = config.require_lm()
     d, w, tensor = lm.backbone.hidden_size, element(lm), lm.parallel.tensor
     before = norm(config, kernels)
     if lm.head.kind == "softmax":
@@ -95,7 +94,7 @@ def in_flight(config: RunConfig, stage: int, num_micro_batches: int) -> list[int
 
     1F1B: p − s of them. Interleaved: 2(p − s − 1) + (v − 1)·p + 1 passes, p micro-batches through each chunk in turn.
     """
-    parallel = lm_of(config).parallel
+    parallel = config.require_lm().parallel
     pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
     if virtual == 1:
         return [min(num_micro_batches, pipeline - stage)]

@@ -5,22 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from calm_scale.accounting.components import Component, linear, weights
-from calm_scale.config.errors import ConfigError
-from calm_scale.config.lm import BackboneConfig, LMStage
+from calm_scale.config.lm import BackboneConfig
 from calm_scale.config.run import RunConfig
-
-
-def lm_of(config: RunConfig) -> LMStage:
-    """The language-model section.
-
-    Raises:
-        ConfigError: the run has none.
-    """
-    if config.lm is None:
-        raise ConfigError(
-            f"run '{config.name}' has no `lm` section, so there is no language model to count; add `lm:`"
-        )
-    return config.lm
 
 
 def input_components(config: RunConfig) -> list[Component]:
@@ -28,7 +14,7 @@ def input_components(config: RunConfig) -> list[Component]:
 
     Tokens: two linear layers over the K concatenated embeddings. Latent: one linear layer. Then one LayerNorm.
     """
-    lm = lm_of(config)
+    lm = config.require_lm()
     d, k, mode = lm.backbone.hidden_size, config.patch_size, lm.input_mode
     found: list[Component] = []
     if mode != "continuous":
@@ -68,11 +54,11 @@ def layer_components(backbone: BackboneConfig, index: int) -> tuple[Component, .
 
 def backbone_components(config: RunConfig) -> list[Component]:
     """All layers and the final norm."""
-    backbone = lm_of(config).backbone
+    backbone = config.require_lm().backbone
     layers = [c for i in range(backbone.num_layers) for c in layer_components(backbone, i)]
     return [*layers, weights("final_norm", "backbone", backbone.hidden_size)]
 
 
 def softmax_output(config: RunConfig) -> list[Component]:
     """The AR baseline's untied output projection, ``[d] → [V]``."""
-    return [linear("output", "output", lm_of(config).backbone.hidden_size, config.vocab_size)]
+    return [linear("output", "output", config.require_lm().backbone.hidden_size, config.vocab_size)]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from calm_scale.accounting.activations import FP32, element
 from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.backbone_model import is_autoregressive, lm_of
+from calm_scale.accounting.backbone_model import is_autoregressive
 from calm_scale.accounting.components import Component, parameters_of
 from calm_scale.accounting.placement import StageParameters, stage_parameters
 from calm_scale.config.errors import ConfigError
@@ -54,7 +54,7 @@ class Traffic:
 
 def language_model(config: RunConfig, data_parallel: int) -> list[list[Traffic]]:
     """Traffic of one rank of every pipeline stage in one step."""
-    micro_batches = lm_of(config).training.accumulation(data_parallel)
+    micro_batches = config.require_lm().training.accumulation(data_parallel)
     return [
         [
             *_tensor(config, held, micro_batches),
@@ -106,7 +106,7 @@ def wire_bytes(traffic: Iterable[Traffic], group: Group) -> float:
 
 
 def _tensor(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
-    lm = lm_of(config)
+    lm = config.require_lm()
     size = lm.parallel.tensor
     if size == 1:
         return []
@@ -120,7 +120,7 @@ def _tensor(config: RunConfig, held: StageParameters, micro_batches: int) -> lis
 
 def _layers(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
     """Two reductions a layer and direction; sequence parallelism splits each in two and gathers inputs again."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     size, hidden = lm.parallel.tensor, _hidden_bytes(config)
     layers = sum(held.layers) * micro_batches
     forwards = 2 if lm.parallel.recompute == "full" else 1
@@ -137,7 +137,7 @@ def _layers(config: RunConfig, held: StageParameters, micro_batches: int) -> lis
 
 def _sequence_parallel(config: RunConfig, held: StageParameters) -> int:
     """Parameters that see only a slice of the positions under sequence parallelism: norms and full biases."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     d, count = lm.backbone.hidden_size, 2 * sum(held.layers)
     if held.stage == lm.parallel.pipeline - 1:
         count += 1
@@ -149,7 +149,7 @@ def _sequence_parallel(config: RunConfig, held: StageParameters) -> int:
 
 def _input(config: RunConfig, micro_batches: int) -> list[Traffic]:
     """Embeddings of the K tokens (summed over the vocabulary shards), and the two-layer compressor."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     size, hidden, m = lm.parallel.tensor, _hidden_bytes(config), micro_batches
     embedded = hidden * config.patch_size
     has_tokens, has_layers = lm.input_mode != "continuous", not is_autoregressive(config)
@@ -170,7 +170,7 @@ def _input(config: RunConfig, micro_batches: int) -> list[Traffic]:
 
 def _output(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
     """Hidden states of the owned positions and, once a step, the head's partial gradients; or the logits' sums."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     size, hidden, m = lm.parallel.tensor, _hidden_bytes(config), micro_batches
     sequence = lm.parallel.sequence_parallel
     if is_autoregressive(config):
@@ -195,7 +195,7 @@ def _output(config: RunConfig, held: StageParameters, micro_batches: int) -> lis
 def _split_head(config: RunConfig, micro_batches: int) -> list[Traffic]:
     """Every block of a split energy head: two all-reduces forward, two and the condition's backward, one again
     where blocks are recomputed. Under sequence parallelism all positions are gathered first."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     size, hidden, m = lm.parallel.tensor, _hidden_bytes(config), micro_batches
     if not isinstance(lm.head, EnergyHeadConfig):
         return []
@@ -210,7 +210,7 @@ def _split_head(config: RunConfig, micro_batches: int) -> list[Traffic]:
 
 def _pipeline(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
     """Hidden states forwards and their gradients backwards, over every boundary of this rank's chunks."""
-    parallel = lm_of(config).parallel
+    parallel = config.require_lm().parallel
     if parallel.pipeline == 1:
         return []
     sequence = parallel.tensor if parallel.sequence_parallel else 1
@@ -226,7 +226,7 @@ def _pipeline(config: RunConfig, held: StageParameters, micro_batches: int) -> l
 
 
 def _data(config: RunConfig, held: StageParameters, data_parallel: int) -> list[Traffic]:
-    lm = lm_of(config)
+    lm = config.require_lm()
     if data_parallel == 1:
         return []
     gradients = FP32 * held.trained
@@ -240,5 +240,5 @@ def _data(config: RunConfig, held: StageParameters, data_parallel: int) -> list[
 
 def _hidden_bytes(config: RunConfig) -> float:
     """One micro-batch of hidden states [P, b, d]."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     return float(element(lm) * lm.training.micro_batch * lm.backbone.positions * lm.backbone.hidden_size)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.backbone_model import is_autoregressive, lm_of
+from calm_scale.accounting.backbone_model import is_autoregressive
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.costs import run_totals, token_costs
 from calm_scale.accounting.model import lm_parameters
@@ -186,7 +186,7 @@ def baseline_of(config: RunConfig, hidden_size: int | None = None) -> RunConfig:
 def baseline_at(config: RunConfig, flops_per_token: float) -> RunConfig:
     """The AR baseline of the same depth whose training costs ``flops_per_token``, as near as its width allows."""
     # An even head dimension, as rotary embeddings need it.
-    step = 2 * lm_of(config).backbone.num_heads
+    step = 2 * config.require_lm().backbone.num_heads
     low, high = 1, 1 << 16
 
     def cost(units: int) -> float:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.components import FLOPS_PER_MAC, Component, Part, causal
 from calm_scale.accounting.model import lm_components, recomputed
 from calm_scale.config.autoencoder import AutoencoderStage
@@ -97,7 +96,7 @@ class RunTotals:
 
 def component_table(config: RunConfig) -> list[Row]:
     """Language model, loss and frozen autoencoder by component, equal components of all layers added up."""
-    mode = lm_of(config).parallel.recompute
+    mode = config.require_lm().parallel.recompute
     groups: dict[str, list[Component]] = {}
     for component in lm_components(config):
         groups.setdefault(re.sub(r"\.\d+", "", component.name), []).append(component)
@@ -115,8 +114,8 @@ def autoencoder_table(config: RunConfig) -> list[Row]:
 def token_costs(config: RunConfig, *, shared_condition: bool = True, num_draws: int = 1) -> TokenCosts:
     """FLOPs per token of training and of generating with ``num_draws`` candidates per position."""
     components = lm_components(config, shared_condition=shared_condition)
-    halved = causal(components, lm_of(config).backbone.positions)
-    mode, k = lm_of(config).parallel.recompute, config.patch_size
+    halved = causal(components, config.require_lm().backbone.positions)
+    mode, k = config.require_lm().parallel.recompute, config.patch_size
     training = _per_token((c.training for c in components), k)
     return TokenCosts(
         training=training,
@@ -129,7 +128,7 @@ def token_costs(config: RunConfig, *, shared_condition: bool = True, num_draws: 
 
 def tokens_per_step(config: RunConfig) -> int:
     """Tokens of one optimizer step of the language model: global batch × P × K."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     return lm.training.global_batch * lm.backbone.positions * config.patch_size
 
 
@@ -182,11 +181,11 @@ def run_totals(
 ) -> RunTotals:
     """FLOPs of the whole run: language model and, unless it is the AR baseline, its autoencoder."""
     costs = token_costs(config, shared_condition=shared_condition)
-    tokens = lm_of(config).training.steps * tokens_per_step(config) if tokens is None else tokens
+    tokens = config.require_lm().training.steps * tokens_per_step(config) if tokens is None else tokens
     if autoencoder_training_tokens is None:
         stage = config.autoencoder
         autoencoder_training_tokens = autoencoder_tokens(config, stage) if stage else 0
-    if lm_of(config).head.kind == "softmax":
+    if config.require_lm().head.kind == "softmax":
         autoencoder_training_tokens = 0
     return RunTotals(
         lm_tokens=tokens,

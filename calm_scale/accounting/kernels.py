@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from calm_scale.accounting.activations import FP32, element
 from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.components import FLOPS_PER_MAC, Component, causal
 from calm_scale.accounting.hardware import COPY_SHARE, Device
 from calm_scale.accounting.model import recomputed
@@ -106,7 +105,7 @@ class Share:
 
 def micro_batch_seconds(config: RunConfig, components: list[Component], at: Rates) -> KernelSeconds:
     """One micro-batch through ``components`` on one tensor-parallel rank: forward, backward, recomputation."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     share = Share(
         tokens=lm.backbone.positions * lm.training.micro_batch,
         width=element(lm),

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from calm_scale.accounting import memory
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.costs import step_flops, tokens_per_step
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.memory import Memory
@@ -60,7 +59,7 @@ class Layout:
     @property
     def overrides(self) -> list[str]:
         """The ``--set`` values that select this layout."""
-        lm = lm_of(self.config)
+        lm = self.config.require_lm()
         parallel = lm.parallel
         return [
             f"lm.parallel.tensor={parallel.tensor}",
@@ -93,7 +92,7 @@ def rank(
             layout = _evaluate(recomputing, data_parallel, chip, gpus_per_node, efficiency, work)
         found.append(layout)
     if not found:
-        lm = lm_of(config)
+        lm = config.require_lm()
         raise ConfigError(
             f"no layout fits {nodes} × {gpus_per_node} GPUs: lm.training.global_batch {lm.training.global_batch} must "
             f"be a multiple of the data-parallel size, and {lm.backbone.num_heads} heads and "
@@ -104,7 +103,7 @@ def rank(
 
 def _candidates(config: RunConfig, world: int, gpus_per_node: int) -> Iterator[tuple[RunConfig, int]]:
     """Every layout the configuration admits, without recomputation."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     for tensor in _divisors(min(MAX_TENSOR, gpus_per_node, world)):
         if any(count % tensor for count in _divided_by_tensor(config)) or world % tensor:
             continue
@@ -139,7 +138,7 @@ def _evaluate(
     work: float,
 ) -> Layout:
     """``work``: model FLOPs of a step, which no layout changes."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     time = step_time(config, data_parallel, chip, gpus_per_node, efficiency)
     world = lm.parallel.model_parallel * data_parallel
     seconds = lm.training.steps * time.total
@@ -160,13 +159,13 @@ def _evaluate(
 
 def _with(config: RunConfig, **sections: dict[str, object]) -> RunConfig:
     """The run with fields of ``lm.parallel`` and ``lm.training`` replaced; legality is the caller's."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     updated = {name: getattr(lm, name).model_copy(update=fields) for name, fields in sections.items()}
     return config.model_copy(update={"lm": lm.model_copy(update=updated)})
 
 
 def _divided_by_tensor(config: RunConfig) -> tuple[int, ...]:
-    backbone = lm_of(config).backbone
+    backbone = config.require_lm().backbone
     return (
         backbone.num_heads,
         backbone.query_groups,

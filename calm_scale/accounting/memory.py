@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from calm_scale.accounting import activations
 from calm_scale.accounting.activations import FP32, Kernels, element
 from calm_scale.accounting.autoencoder_model import autoencoder_components, model_of
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.placement import StageParameters, stage_parameters
 from calm_scale.config.errors import ConfigError
@@ -57,7 +56,7 @@ def language_model(
 
     ``micro_batches``: per rank and step; default what the global batch needs.
     """
-    lm = lm_of(config)
+    lm = config.require_lm()
     if micro_batches is None:
         micro_batches = lm.training.accumulation(data_parallel)
     return [_stage(config, held, data_parallel, kernels, micro_batches) for held in stage_parameters(config)]
@@ -99,7 +98,7 @@ def fullest(stages: Sequence[Memory]) -> Memory:
 def _stage(
     config: RunConfig, held: StageParameters, data_parallel: int, kernels: Kernels, micro_batches: int
 ) -> Memory:
-    lm = lm_of(config)
+    lm = config.require_lm()
     parallel, w = lm.parallel, element(lm)
     sharded = data_parallel if parallel.distributed_optimizer else 1
     master = FP32 if lm.training.precision == "bf16" else 0
@@ -131,7 +130,7 @@ def _stage(
 
 def _boundary(config: RunConfig, positions: int) -> float:
     """Hidden states received from and sent to the neighbouring stages, forward and backward."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     if lm.parallel.pipeline == 1:
         return 0.0
     sequence = lm.parallel.tensor if lm.parallel.sequence_parallel else 1

@@ -9,7 +9,6 @@ from calm_scale.accounting.backbone_model import (
     backbone_components,
     input_components,
     is_autoregressive,
-    lm_of,
     softmax_output,
 )
 from calm_scale.accounting.components import Component, Part, by_part, parameters_of
@@ -20,7 +19,7 @@ from calm_scale.config.run import RunConfig
 
 def head_components(config: RunConfig, *, shared_condition: bool = True) -> list[Component]:
     """The head of the run (energy, flow, diffusion or softmax), without loss and frozen autoencoder."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     d = lm.backbone.hidden_size
     if isinstance(lm.head, SoftmaxHeadConfig):
         return softmax_output(config)
@@ -32,13 +31,13 @@ def head_components(config: RunConfig, *, shared_condition: bool = True) -> list
 
 def loss_components(config: RunConfig) -> list[Component]:
     """Pairwise terms of the energy loss; nothing for the other heads (their losses are element-wise)."""
-    head = lm_of(config).head
+    head = config.require_lm().head
     return energy_loss(head, config.latent_size) if isinstance(head, EnergyHeadConfig) else []
 
 
 def input_encoder(config: RunConfig) -> list[Component]:
     """The frozen encoder in front of the first stage; nothing unless the model reads latents."""
-    if lm_of(config).input_mode == "discrete":
+    if config.require_lm().input_mode == "discrete":
         return []
     return [replace(c, parameters=0, per_step=c.uses) for c in frozen_encoder(config) if c.forward]
 

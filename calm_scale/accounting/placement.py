@@ -12,7 +12,6 @@ from calm_scale.accounting.backbone_model import (
     input_components,
     is_autoregressive,
     layer_components,
-    lm_of,
 )
 from calm_scale.accounting.components import Component, parameters_of
 from calm_scale.accounting.model import (
@@ -61,8 +60,8 @@ class PipelineBound:
 
 def layer_costs(config: RunConfig) -> LayerCosts:
     """Training MACs per position (forward, backward, recomputation) of the three kinds of stage content."""
-    recompute = lm_of(config).parallel.recompute
-    layer = layer_components(lm_of(config).backbone, 0)
+    recompute = config.require_lm().parallel.recompute
+    layer = layer_components(config.require_lm().backbone, 0)
     first = [*input_components(config), *input_encoder(config)]
     last = [*head_components(config), *loss_components(config), *target_encoder(config)]
     return LayerCosts(
@@ -77,7 +76,7 @@ def balance(config: RunConfig) -> tuple[int, ...]:
     ``auto`` gives every layer in turn to the rank with the least work so far, which minimises the heaviest
     rank because all layers cost the same.
     """
-    lm = lm_of(config)
+    lm = config.require_lm()
     parallel, num_layers = lm.parallel, lm.backbone.num_layers
     num_chunks = parallel.pipeline * parallel.virtual_pipeline
     if isinstance(parallel.pipeline_layout, tuple):
@@ -89,7 +88,7 @@ def balance(config: RunConfig) -> tuple[int, ...]:
 
 def stage_shares(config: RunConfig) -> list[StageShare]:
     """Cost of every pipeline rank under :func:`balance`."""
-    parallel = lm_of(config).parallel
+    parallel = config.require_lm().parallel
     layers, costs = balance(config), layer_costs(config)
     by_rank = [layers[rank :: parallel.pipeline] for rank in range(parallel.pipeline)]
     work = [sum(mine) * costs.layer for mine in by_rank]
@@ -103,7 +102,7 @@ def stage_shares(config: RunConfig) -> list[StageShare]:
 
 def pipeline_bound(config: RunConfig, num_micro_batches: int) -> PipelineBound:
     """Imbalance, bubble and the efficiency they leave, for ``num_micro_batches`` per rank and step."""
-    parallel = lm_of(config).parallel
+    parallel = config.require_lm().parallel
     costs = [share.cost for share in stage_shares(config)]
     imbalance = max(costs) * len(costs) / sum(costs)
     fill = parallel.pipeline - 1
@@ -148,12 +147,12 @@ class StageParameters:
 
 def stage_parameters(config: RunConfig) -> list[StageParameters]:
     """Parameters per rank, for every pipeline stage in order."""
-    parallel = lm_of(config).parallel
+    parallel = config.require_lm().parallel
     layers, stages = balance(config), parallel.pipeline
     one_layer = sum(local_parameters(config, c) for c in _one_layer(config))
     frozen = 0 if is_autoregressive(config) else parameters_of(autoencoder_components(config))
     table = config.vocab_size * model_of(config).hidden_size
-    reads_latents = lm_of(config).input_mode != "discrete"
+    reads_latents = config.require_lm().input_mode != "discrete"
     found = []
     for stage in range(stages):
         mine = layers[stage::stages]
@@ -163,7 +162,7 @@ def stage_parameters(config: RunConfig) -> list[StageParameters]:
             trained += sum(local_parameters(config, c) for c in input_components(config))
         head = 0
         if last:
-            trained += lm_of(config).backbone.hidden_size
+            trained += config.require_lm().backbone.hidden_size
             head = sum(local_parameters(config, c) for c in head_components(config))
         replicated_head = last and not is_autoregressive(config) and parallel.head_parallelism == "position"
         found.append(
@@ -185,12 +184,12 @@ def local_parameters(config: RunConfig, component: Component) -> int:
     computes its own positions) are replicated, unless the weights of the head's blocks are split; a row-parallel
     layer keeps its whole bias.
     """
-    tensor, d = lm_of(config).parallel.tensor, lm_of(config).backbone.hidden_size
+    tensor, d = config.require_lm().parallel.tensor, config.require_lm().backbone.hidden_size
     if component.part in ("embedding", "output"):
         return -(-config.vocab_size // tensor) * d
     last_name = component.name.rsplit(".", 1)[-1]
     splits_head = (
-        component.name.startswith("head.block.") and lm_of(config).parallel.head_parallelism == "tensor"
+        component.name.startswith("head.block.") and config.require_lm().parallel.head_parallelism == "tensor"
     )
     if component.name == ROW_PARALLEL or (splits_head and last_name in HEAD_ROWS):
         return (component.parameters - d) // tensor + d
@@ -202,4 +201,4 @@ def local_parameters(config: RunConfig, component: Component) -> int:
 
 
 def _one_layer(config: RunConfig) -> tuple[Component, ...]:
-    return layer_components(lm_of(config).backbone, 0)
+    return layer_components(config.require_lm().backbone, 0)

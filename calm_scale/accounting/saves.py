@@ -10,13 +10,13 @@ import math
 from dataclasses import dataclass, replace
 
 from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.model import lm_parameters
 from calm_scale.accounting.report.document import seconds_text
-from calm_scale.accounting.step_time import Stage, estimated_step, training_of
+from calm_scale.accounting.step_time import estimated_step
 from calm_scale.config.run import RunConfig
+from calm_scale.config.run_folder import Stage
 from calm_scale.config.training import NODE_MTBF_HOURS, UNESTIMATED_STEPS
 
 STORAGE_PER_NODE = 2e9
@@ -75,14 +75,14 @@ class SaveInterval:
 
 def checkpoint_bytes(config: RunConfig, stage: Stage) -> int:
     """Bytes of one checkpoint: fp32 weights and two moments a parameter (the LM: beside its bf16 weights)."""
-    if stage == "autoencoder":
+    if stage == Stage.AUTOENCODER:
         return 12 * parameters_of(autoencoder_components(config))
-    return (14 if lm_of(config).training.precision == "bf16" else 12) * lm_parameters(config)
+    return (14 if config.require_lm().training.precision == "bf16" else 12) * lm_parameters(config)
 
 
 def checkpoints_kept(config: RunConfig, stage: Stage) -> int:
     """Checkpoints on disk at the most: what retention keeps, and the one being written."""
-    training = training_of(config, stage)
+    training = config.require_stage(stage).training
     keeping = training.checkpoint
     forever = training.steps // keeping.keep_every if keeping.keep_every is not None else 0
     return keeping.keep_last + keeping.keep_best + forever + 1
@@ -107,7 +107,7 @@ def save_interval(
     Args:
         step_seconds: of one optimizer step where the caller has an estimate.
     """
-    training = training_of(config, stage)
+    training = config.require_stage(stage).training
     step = step_seconds or estimated_step(config, stage, ranks, nodes, chip)
     size = float(checkpoint_bytes(config, stage))
     save = SAVE_OVERHEAD_SECONDS + size / min(STORAGE_PER_NODE * nodes, STORAGE_TOTAL)
@@ -128,7 +128,7 @@ def interval_text(
     unknown: str = "no step time can be estimated for this device",
 ) -> str:
     """The number of steps between saves that a run uses, and why (``unknown``: why not, without a ``chip``)."""
-    checkpoint = training_of(config, stage).checkpoint
+    checkpoint = config.require_stage(stage).training.checkpoint
     if checkpoint.interval != "auto":
         return f"every {checkpoint.interval:,} steps (set by {stage}.training.checkpoint.interval)"
     if chip is None:
@@ -142,7 +142,7 @@ def with_interval(
 ) -> RunConfig:
     """The run with ``checkpoint.interval: auto`` of a stage replaced by its number."""
     section = getattr(config, stage)
-    checkpoint = training_of(config, stage).checkpoint
+    checkpoint = config.require_stage(stage).training.checkpoint
     if checkpoint.interval != "auto":
         return config
     steps = UNESTIMATED_STEPS

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
 from calm_scale.accounting.activations import FP32, element
 from calm_scale.accounting.autoencoder_model import autoencoder_components
@@ -18,7 +17,6 @@ from calm_scale.accounting.backbone_model import (
     backbone_components,
     input_components,
     layer_components,
-    lm_of,
 )
 from calm_scale.accounting.communication import Group, Traffic, autoencoder, language_model
 from calm_scale.accounting.components import Component, parameters_of
@@ -38,9 +36,7 @@ from calm_scale.accounting.placement import StageParameters, stage_parameters
 from calm_scale.accounting.report.document import seconds_text
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
-from calm_scale.config.training import TrainingConfig
-
-Stage = Literal["autoencoder", "lm"]
+from calm_scale.config.run_folder import Stage
 
 UPDATE_BYTES = FP32 + 3 * 2 * FP32
 """Per parameter of an AdamW step: the gradient read, fp32 weights and two moments read and written."""
@@ -105,7 +101,7 @@ def step_time(
     Args:
         efficiency: share of the peak that large matrix products reach; the device's own where it is None.
     """
-    lm, software = lm_of(config), software.for_run(config)
+    lm, software = config.require_lm(), software.for_run(config)
     parallel, passes = lm.parallel, lm.training.accumulation(data_parallel)
     held, traffic = stage_parameters(config), language_model(config, data_parallel)
     over = rings(parallel.tensor, data_parallel, parallel.pipeline, device, gpus_per_node)
@@ -167,7 +163,7 @@ def assumptions(device: Device, efficiency: float | None, software: Software = O
 
 def _stage_seconds(config: RunConfig, held: Sequence[StageParameters], at: Rates) -> list[KernelSeconds]:
     """One micro-batch through every stage."""
-    layer = micro_batch_seconds(config, list(layer_components(lm_of(config).backbone, 0)), at)
+    layer = micro_batch_seconds(config, list(layer_components(config.require_lm().backbone, 0)), at)
     found = [layer.times(sum(stage.layers)) for stage in held]
     first: list[Component] = [*input_components(config), *input_encoder(config)]
     last: list[Component] = [
@@ -203,7 +199,7 @@ def _data_seconds(
 
 def _optimizer_bytes(config: RunConfig, stage: StageParameters, data_parallel: int) -> float:
     """Gradient read, master weights and two moments read and written, weights written; gradients scaled and zeroed."""
-    lm = lm_of(config)
+    lm = config.require_lm()
     sharded = data_parallel if lm.parallel.distributed_optimizer else 1
     return stage.trained * ((UPDATE_BYTES + element(lm)) / sharded + 2 * FP32)
 
@@ -292,22 +288,14 @@ class Duration:
 def training_time(config: RunConfig, stage: Stage, *, ranks: int, nodes: int, chip: Device) -> Duration:
     """The estimate for a stage on that many ranks and nodes."""
     seconds = estimated_step(config, stage, ranks, nodes, chip)
-    work = step_flops(config) if stage == "lm" else autoencoder_step_flops(config)
+    work = step_flops(config) if stage == Stage.LM else autoencoder_step_flops(config)
     mfu = work / (ranks * chip.peak * seconds)
-    return Duration(training_of(config, stage).steps, seconds, ranks, mfu)
+    return Duration(config.require_stage(stage).training.steps, seconds, ranks, mfu)
 
 
 def estimated_step(config: RunConfig, stage: Stage, ranks: int, nodes: int, chip: Device) -> float:
     """Seconds of one optimizer step of a stage on that many ranks and nodes."""
-    if stage == "lm":
-        data_parallel = max(1, ranks // lm_of(config).parallel.model_parallel)
+    if stage == Stage.LM:
+        data_parallel = max(1, ranks // config.require_lm().parallel.model_parallel)
         return step_time(config, data_parallel, chip, max(1, ranks // nodes)).total
     return autoencoder_step_seconds(config, ranks, chip, max(1, ranks // nodes))
-
-
-def training_of(config: RunConfig, stage: Stage) -> TrainingConfig:
-    """The training section of a stage."""
-    section = config.autoencoder if stage == "autoencoder" else config.lm
-    if section is None:
-        raise ConfigError(f"run {config.name}: there is no `{stage}` section")
-    return section.training

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.config.run import RunConfig
 
 BATCH = 2
@@ -29,7 +28,7 @@ class Comparison:
 
 def tiny_twin(config: RunConfig) -> RunConfig:
     """The run at tiny widths on one rank: same K, head, input mode, N, recomputation and grouping of heads."""
-    lm, document = lm_of(config), config.model_dump()
+    lm, document = config.require_lm(), config.model_dump()
     group = lm.backbone.num_heads // lm.backbone.query_groups
     heads = 2 * group
     backbone: dict[str, Any] = {

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from calm_scale.cli.options import ConfigFile, DryRun, NumRanks, Overrides, UsedDevice, with_device
 from calm_scale.config import load
-
-if TYPE_CHECKING:
-    from calm_scale.stages.launch import Stage
+from calm_scale.config.run_folder import Stage
 
 Accept = Annotated[
     list[str] | None,
@@ -58,7 +56,7 @@ def train_ae(
     """Train the patch autoencoder under DeepSpeed ZeRO, then export it."""
     raise typer.Exit(
         _train(
-            "autoencoder",
+            Stage.AUTOENCODER,
             config,
             with_device(set_, device),
             nproc,
@@ -80,7 +78,7 @@ def train_lm(
 ) -> None:
     """Train the language model (CALM or the autoregressive baseline) on Megatron-core."""
     raise typer.Exit(
-        _train("lm", config, with_device(set_, device), nproc, accept or [], resume_step, dry_run=dry_run)
+        _train(Stage.LM, config, with_device(set_, device), nproc, accept or [], resume_step, dry_run=dry_run)
     )
 
 
@@ -105,7 +103,7 @@ def _train(
     code = launch.spawn_if_needed(nproc or launch.default_ranks(config, stage))
     if code is not None:
         return code
-    if stage == "autoencoder":
+    if stage == Stage.AUTOENCODER:
         from calm_scale.stages.train import train_autoencoder
 
         return train_autoencoder(config, accept, resume_step)

@@ -17,14 +17,14 @@ from calm_scale.checkpoint.errors import ResumeRefusedError
 from calm_scale.checkpoint.judge import inventory, newest, resumable
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
 from calm_scale.config.errors import EXIT_OK, EXIT_USAGE
-from calm_scale.config.run import TRAINED, Trained, notes, step_notes
+from calm_scale.config.run import notes, step_notes
+from calm_scale.config.run_folder import TRAINED, Stage
 from calm_scale.stages.splits import as_prepared, open_training_split, prepared_otherwise
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
-from launchers.slurm.layout import Stage, stages_of
 
 
 def all_notes(
-    config: RunConfig, path: Path, overrides: Sequence[str] = (), stage: Trained | None = None
+    config: RunConfig, path: Path, overrides: Sequence[str] = (), stage: Stage | None = None
 ) -> list[str]:
     """What is noteworthy of the document, of what ``overrides`` make of the file it comes from, and of its data."""
     lines = notes(config, stage)
@@ -50,7 +50,7 @@ def problems(config: RunConfig, stages: Sequence[Stage] | None = None) -> list[s
 
     What is not there yet (data before prep, an autoencoder before its training) is no problem.
     """
-    chain = stages_of(config) if stages is None else stages
+    chain = config.stages if stages is None else stages
     found = []
     for stage in chain:
         if stage not in _CHECKS:  # an evaluation asks of the training before it
@@ -63,13 +63,13 @@ def problems(config: RunConfig, stages: Sequence[Stage] | None = None) -> list[s
     return found
 
 
-def fingerprints(config: RunConfig, stage: Trained) -> dict[str, str | None]:
+def fingerprints(config: RunConfig, stage: Stage) -> dict[str, str | None]:
     """``Identity.fingerprints`` of a training stage, those that are seen from here."""
     seen: dict[str, str | None] = {}
     if (manifest := manifest_of(config, split_of(config, stage))) is not None:
         seen["tokenizer_fingerprint"] = manifest.tokenizer_fingerprint
         seen["shards_fingerprint"] = manifest.fingerprint
-    if stage == "autoencoder" or (config.lm is not None and config.lm.head.kind == "softmax"):
+    if stage == Stage.AUTOENCODER or (config.lm is not None and config.lm.head.kind == "softmax"):
         seen["autoencoder_fingerprint"] = None
     elif (config.autoencoder_export / CARD_FILE).is_file():
         seen["autoencoder_fingerprint"] = read_card(config.autoencoder_export).fingerprint
@@ -82,14 +82,15 @@ def manifest_of(config: RunConfig, split: str) -> Manifest | None:
     return Manifest.read(folder) if (folder / MANIFEST_NAME).is_file() else None
 
 
-def split_of(config: RunConfig, stage: Trained) -> str:
+def split_of(config: RunConfig, stage: Stage) -> str:
     """The split that a stage trains on."""
-    return config.autoencoder.split if stage == "autoencoder" and config.autoencoder is not None else "train"
+    return (
+        config.autoencoder.split if stage == Stage.AUTOENCODER and config.autoencoder is not None else "train"
+    )
 
 
 def _trained_on(config: RunConfig) -> list[str]:
-    trained: tuple[Trained, ...] = ("autoencoder", "lm")
-    return sorted({split_of(config, stage) for stage in trained if stage in stages_of(config)})
+    return sorted({split_of(config, stage) for stage in TRAINED if stage in config.stages})
 
 
 def _prep(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
@@ -117,7 +118,7 @@ def _lm(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
     if config.lm is None:
         return
     yield from _split(config, "train", config.lm.backbone.positions, "the language model trains on train")
-    if config.lm.head.kind == "softmax" or "autoencoder" in chain:
+    if config.lm.head.kind == "softmax" or Stage.AUTOENCODER in chain:
         return
     if (config.autoencoder_export / CARD_FILE).is_file():
         manifest = manifest_of(config, "train")
@@ -129,9 +130,9 @@ def _lm(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
 
 
 _CHECKS: dict[str, Callable[[RunConfig, Sequence[Stage]], Iterator[str]]] = {
-    "prep": _prep,
-    "autoencoder": _autoencoder,
-    "lm": _lm,
+    Stage.PREP: _prep,
+    Stage.AUTOENCODER: _autoencoder,
+    Stage.LM: _lm,
 }
 
 
@@ -154,7 +155,7 @@ def _made_by_prep(config: RunConfig, split: str, who: str) -> Iterator[str]:
 def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> int:
     """Print the field-by-field answer for every stage that has a checkpoint; 0 when all of them may resume."""
     console = Console()
-    cards: dict[Trained, Card] = {}
+    cards: dict[Stage, Card] = {}
     for stage in TRAINED:
         entries = inventory(run / stage / "checkpoints")
         complete = resumable(entries)
@@ -203,7 +204,7 @@ def resume_refusals(config: RunConfig, stages: Sequence[str], accept: Sequence[s
     return found
 
 
-def _diff(config: RunConfig, stage: Trained, card: Card) -> ResumeDiff:
+def _diff(config: RunConfig, stage: Stage, card: Card) -> ResumeDiff:
     manifest = manifest_of(config, split_of(config, stage))
     now = config if manifest is None else as_prepared(config, manifest)
     return resume_diff(card, now.model_dump(mode="json"), stage, fingerprints(config, stage))

@@ -16,14 +16,13 @@ from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
-
-STAGES = ("autoencoder", "lm")
+from calm_scale.config.run_folder import TRAINED, RunFolder
 
 
 def list_checkpoints(run: Path, *, read_all: bool = False) -> int:
     """Print every step folder of a run (both stages) or of one checkpoints folder. ``read_all`` compares every
     checksum; without it names and sizes are looked at."""
-    folders = [run / stage / "checkpoints" for stage in STAGES if (run / stage / "checkpoints").is_dir()] or [
+    folders = [path for stage in TRAINED if (path := RunFolder(run).stage(stage).checkpoints).is_dir()] or [
         run
     ]
     console = Console()

@@ -17,7 +17,6 @@ from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run_folder import CONFIG_FILE, placed_in
 from calm_scale.stages.checkpoints import shards_of
-from calm_scale.stages.launch import autoencoder_section, lm_section
 from calm_scale.stages.model import refuse_other_tokenizer
 from calm_scale.stages.run_folder import appearing_whole, make_way, store_config
 
@@ -49,7 +48,7 @@ def _export_autoencoder(config: RunConfig, card: Card, shards: Path, out: Path) 
     from calm_scale.interop.files import check_weight
     from calm_scale.training.deepspeed.state import stored_weights
 
-    stage = autoencoder_section(config)
+    stage = config.require_autoencoder()
     weights = stored_weights(shards)
     for name, tensor in weights.items():
         check_weight(shards, name, tensor)
@@ -73,7 +72,7 @@ def _export_language_model(
     config: RunConfig, card: Card, checkpoint: Path, shards: Path, partial: Path, out: Path
 ) -> None:
     """Into ``partial``, which becomes ``out``: config.json names the autoencoder by its place there."""
-    if lm_section(config).head.kind != "energy":
+    if config.require_lm().head.kind != "energy":
         raise ConfigError(f"{checkpoint}: the published layout knows the energy head only")
     from calm_scale.autoencoder.export import load_export
     from calm_scale.interop.autoencoder import export_autoencoder
@@ -89,7 +88,7 @@ def _export_language_model(
     if config.tokenizer_path.exists():
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
         refuse_other_tokenizer(tokenizer, card, config.tokenizer_path)
-        tokens = lm_section(config).backbone.positions * config.patch_size
+        tokens = config.require_lm().backbone.positions * config.patch_size
         found = export_tokenizer(config.tokenizer, config.tokenizer_path, partial, tokens)
         ids = ids or found
     export_autoencoder(
@@ -134,7 +133,7 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
     published = PublishedLanguageModel(folder, source, name=out.name, workdir=str(out), tokenizer=policy)
     published.read_through()
     world = init_world("cpu")
-    initialize(lm_section(published.run).parallel, world)
+    initialize(published.run.require_lm().parallel, world)
     fingerprint, trouble = _tokenizer_of(published.run, carried)
     with appearing_whole(out) as partial:
         _write_run(published, fingerprint, partial, world)
@@ -175,7 +174,7 @@ def _write_run(published: PublishedLanguageModel, tokenizer: str, folder: Path, 
     from calm_scale.interop.sharded import write_checkpoint
 
     run = published.run
-    section = autoencoder_section(run)
+    section = run.require_autoencoder()
     exported = write_export(
         folder / "autoencoder" / "export",
         dict(published.autoencoder.unique_parameters()),
@@ -197,7 +196,7 @@ def _write_run(published: PublishedLanguageModel, tokenizer: str, folder: Path, 
         autoencoder_fingerprint=exported.fingerprint,
     )
     card = Card.of(identity, created=time.time(), counters=Counters())
-    store = CheckpointStore(folder / "lm" / "checkpoints", world, lm_section(run).training.checkpoint, name)
+    store = CheckpointStore(folder / "lm" / "checkpoints", world, run.require_lm().training.checkpoint, name)
     store.save(0, lambda shards: write_checkpoint(published, shards), card)
 
 

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from calm_scale.accounting import saves, step_time
+from calm_scale.accounting import saves
 from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.report.document import bytes_text
 from calm_scale.config import RunConfig
+from calm_scale.config.run_folder import TRAINED, Stage
 from data_prep.prep.prep_plan import Estimate
-from launchers.slurm.layout import Stage
 
-_TRAINED: tuple[step_time.Stage, ...] = ("autoencoder", "lm")
 METRICS_BYTES_PER_STEP = 600
 EVALUATION_BYTES = 5_000_000
 
@@ -41,18 +40,18 @@ def disk_needs(
 ) -> list[DiskNeed]:
     """What the stages write at the most: shards, checkpoints that are kept and the one being written, results."""
     found = []
-    if "prep" in stages and text is not None:
+    if Stage.PREP in stages and text is not None:
         found.append(_need("shards", config.data_dir, text.shard_bytes))
-    for stage in _TRAINED:
+    for stage in TRAINED:
         if stage not in stages:
             continue
         kept, size = saves.checkpoints_kept(config, stage), saves.checkpoint_bytes(config, stage)
-        export = 4 * parameters_of(autoencoder_components(config)) if stage == "autoencoder" else 0
-        metrics = METRICS_BYTES_PER_STEP * step_time.training_of(config, stage).steps
+        export = 4 * parameters_of(autoencoder_components(config)) if stage == Stage.AUTOENCODER else 0
+        metrics = METRICS_BYTES_PER_STEP * config.require_stage(stage).training.steps
         made = "the export, " if export else ""
         detail = f"{made}{kept} checkpoints of {bytes_text(size)}: {saves.kept_text(config, stage)}"
         found.append(_need(stage, config.workdir / stage, kept * size + export + metrics, detail))
-    if "eval" in stages and config.lm is not None:
+    if Stage.EVAL in stages and config.lm is not None:
         checkpoint = config.lm.training.checkpoint
         times = config.lm.training.steps // checkpoint.interval_steps if each_checkpoint else 0
         found.append(_need("evaluation", config.workdir / "eval", (1 + times) * EVALUATION_BYTES))

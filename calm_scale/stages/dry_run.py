@@ -15,10 +15,11 @@ from calm_scale.accounting.report.document import bytes_text, flops_text
 from calm_scale.accounting.step_time import training_time
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
+from calm_scale.config.run_folder import Stage
 from calm_scale.config.terminal import counted
 from calm_scale.config.training import TrainingConfig
 from calm_scale.stages.before_start import problems, resume_refusals
-from calm_scale.stages.launch import Stage, autoencoder_section, default_ranks, lm_section
+from calm_scale.stages.launch import default_ranks
 from calm_scale.stages.splits import open_training_split
 from data_prep.shards.manifest import MANIFEST_NAME
 
@@ -70,7 +71,7 @@ def stage_plan(
     Raises:
         ConfigError: the layout or the batch does not fit the ranks.
     """
-    rows = _autoencoder(config, ranks) if stage == "autoencoder" else _language_model(config, ranks)
+    rows = _autoencoder(config, ranks) if stage == Stage.AUTOENCODER else _language_model(config, ranks)
     interval = saves.interval_text(config, stage, ranks=ranks, nodes=nodes, chip=chip, unknown=unknown)
     rows += _saves(config, stage, interval)
     if chip is not None:
@@ -99,7 +100,7 @@ def _on_device(
 
 
 def _autoencoder(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
-    stage = autoencoder_section(config)
+    stage = config.require_autoencoder()
     need = memory.autoencoder(config, ranks)
     return [
         ("layout", f"{counted(ranks, 'rank')}, ZeRO stage {stage.zero.stage}"),
@@ -109,7 +110,7 @@ def _autoencoder(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
 
 
 def _language_model(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
-    stage = lm_section(config)
+    stage = config.require_lm()
     parallel = stage.parallel
     data = parallel.data_parallel(ranks)
     micro_batches = stage.micro_batches(data)

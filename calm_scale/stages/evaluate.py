@@ -17,7 +17,6 @@ from calm_scale.config.evaluation import protocol_name
 from calm_scale.config.files import is_regular, write_output
 from calm_scale.config.run_folder import placed_in
 from calm_scale.runtime.departure import joined
-from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model
 from calm_scale.stages.progress import shown
 from calm_scale.stages.splits import make_ready, open_split, open_together
@@ -48,7 +47,7 @@ def run_evaluation(
     from calm_scale.sampling.temperature import TemperedModel, check_budget
 
     check_budget(config.evaluation.algorithm, config.evaluation)
-    stage = lm_section(config)
+    stage = config.require_lm()
     block = stage.backbone.positions * config.patch_size
     split = config.evaluation.split
     with joined("eval", device=config.device, join_seconds=config.join_minutes * 60) as departure:

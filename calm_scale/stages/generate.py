@@ -15,7 +15,6 @@ from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.terminal import counted
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.json_lines import given_texts, write_lines
-from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model, refuse_spare_ranks, trained_tokenizer
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def run_generation(
             texts,
             config.generation,
             on_text=stream if streaming else None,
-            max_patches=lm_section(config).backbone.positions,
+            max_patches=config.require_lm().backbone.positions,
         )
     if not world.is_first:
         return EXIT_OK

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
 
-from calm_scale.config import ConfigError, RunConfig
-from calm_scale.config.autoencoder import AutoencoderStage
-from calm_scale.config.lm import LMStage
+from calm_scale.config import RunConfig
+from calm_scale.config.run_folder import Stage
 from launchers.environment import facts
 from launchers.local import launch
-
-Stage = Literal["autoencoder", "lm"]
-
-
-def autoencoder_section(config: RunConfig) -> AutoencoderStage:
-    """The autoencoder section, or an error that says it is missing."""
-    if config.autoencoder is None:
-        raise ConfigError(
-            f"run {config.name}: there is no `autoencoder` section; extend configs/autoencoder/k4.yaml"
-        )
-    return config.autoencoder
-
-
-def lm_section(config: RunConfig) -> LMStage:
-    """The language-model section, or an error that says it is missing."""
-    if config.lm is None:
-        raise ConfigError(f"run {config.name}: there is no `lm` section; extend configs/lm/calm-m.yaml")
-    return config.lm
 
 
 def default_ranks(config: RunConfig, stage: Stage) -> int:
     """Ranks the layout names: DP for the autoencoder, TP × PP × DP for the language model."""
-    if stage == "autoencoder":
-        return autoencoder_section(config).zero.data or 1
-    parallel = lm_section(config).parallel
+    if stage == Stage.AUTOENCODER:
+        return config.require_autoencoder().zero.data or 1
+    parallel = config.require_lm().parallel
     return parallel.model_parallel * (parallel.data or 1)
 
 
@@ -44,7 +24,7 @@ def spawn_split(config: RunConfig, tensor: int) -> int | None:
     Raises:
         ConfigError: the model does not split over that many ranks.
     """
-    lm_section(config).for_inference(tensor)
+    config.require_lm().for_inference(tensor)
     return spawn_if_needed(tensor)
 
 

@@ -17,7 +17,6 @@ from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, TokenizerConfig
 from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.world import World
-from calm_scale.stages.launch import lm_section
 from calm_scale.stages.train import frozen_autoencoder
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def open_model(
     """
     from calm_scale.lm.patch_model import load_patch_model
 
-    stage = lm_section(config)
+    stage = config.require_lm()
 
     def look() -> tuple[Path, Card]:
         if world.world_size % tensor:

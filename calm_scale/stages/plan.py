@@ -9,7 +9,6 @@ from calm_scale.accounting.report.build import emit
 from calm_scale.accounting.report.plan_sections import plan_document, scaling_document
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
-from calm_scale.stages.launch import lm_section
 
 MOST_NODES = 100_000
 
@@ -29,7 +28,7 @@ def print_plan(
     Args:
         calibration: what ``benchmarks/gpu.py --json`` measured on that gpu.
     """
-    lm_section(config)
+    config.require_lm()
     counts, chip = node_counts(nodes), device(gpu)
     if calibration is not None:
         chip = calibrated(chip, calibration)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rich.table import Table
 
@@ -14,13 +13,14 @@ from calm_scale.accounting.report.document import bytes_text, seconds_text
 from calm_scale.accounting.report.plan_sections import layout_name
 from calm_scale.accounting.step_time import estimated_step, training_time
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
+from calm_scale.config.run_folder import TRAINED, Stage
 from calm_scale.stages.disk_needs import DiskNeed, disk_rows
 from calm_scale.stages.dry_run import two_columns
 from data_prep.errors import TokenizerError
 from data_prep.prep.prep_plan import Estimate, estimate
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
 from data_prep.tokenizer.definition import find_definition
-from launchers.slurm.layout import Stage, StageShape
+from launchers.slurm.layout import StageShape
 
 WORTH_SAYING = 1.05
 """A run's own layout that is slower than the plan's by less than this is not mentioned."""
@@ -86,7 +86,7 @@ def run_plan(
     """
     several = f": one of {num_runs} runs, disk of all" if num_runs > 1 else ""
     rows = [
-        *_prep_rows(config, shapes.get("prep"), text),
+        *_prep_rows(config, shapes.get(Stage.PREP), text),
         *_token_rows(config, text.estimate),
         *_hours(config, shapes, chip, unknown),
         *disk_rows(needs),
@@ -164,10 +164,9 @@ def _hours(
 ) -> list[tuple[str, str]]:
     if chip is None:
         return [("training", f"hours not known: {unknown}")] if unknown else []
-    trained: tuple[Literal["autoencoder", "lm"], ...] = ("autoencoder", "lm")
     times = {
         stage: training_time(config, stage, ranks=shape.num_tasks, nodes=shape.nodes, chip=chip)
-        for stage in trained
+        for stage in TRAINED
         if (shape := shapes.get(stage)) is not None
     }
     if not times:
@@ -180,7 +179,7 @@ def _hours(
             f"{hours:,.1f} h, {devices:,.0f} GPU-hours: {parts} (estimate, see below)",
         )
     ]
-    if (shape := shapes.get("lm")) is not None and (faster := _faster_layout(config, shape, chip)):
+    if (shape := shapes.get(Stage.LM)) is not None and (faster := _faster_layout(config, shape, chip)):
         rows.append(("a faster layout", faster))
     return rows
 
@@ -192,7 +191,7 @@ def _faster_layout(config: RunConfig, shape: StageShape, chip: hardware.Device) 
         best = layout_search.rank(config, shape.nodes, chip, gpus_per_node=per_node)[0]
     except ConfigError:
         return ""  # no layout of these ranks spreads the batch: nothing to compare with
-    own = estimated_step(config, "lm", shape.num_tasks, shape.nodes, chip)
+    own = estimated_step(config, Stage.LM, shape.num_tasks, shape.nodes, chip)
     if not best.fits or own < WORTH_SAYING * best.time.total:
         return ""
     return (

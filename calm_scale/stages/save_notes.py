@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from calm_scale.accounting import hardware, saves
-from calm_scale.accounting.step_time import training_of
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.stages.launch import Stage, default_ranks
+from calm_scale.config.run_folder import TRAINED, Stage
+from calm_scale.stages.launch import default_ranks
 
 GPU = "h100"
 GPUS_PER_NODE = 8
-_STAGES: tuple[Stage, ...] = ("autoencoder", "lm")
 
 
 def save_notes(config: RunConfig) -> list[str]:
@@ -19,8 +18,8 @@ def save_notes(config: RunConfig) -> list[str]:
     """
     return [
         f"{stage}.training.checkpoint.interval: {_note(config, stage)}"
-        for stage in _STAGES
-        if getattr(config, stage) is not None and training_of(config, stage).checkpoint.interval == "auto"
+        for stage in TRAINED
+        if config.has(stage) and config.require_stage(stage).training.checkpoint.interval == "auto"
     ]
 
 
@@ -35,7 +34,7 @@ def _note(config: RunConfig, stage: Stage) -> str:
 
 
 def _ranks(config: RunConfig, stage: Stage) -> int:
-    if stage == "autoencoder":
+    if stage == Stage.AUTOENCODER:
         named = config.autoencoder.zero.data if config.autoencoder else None
         return named or GPUS_PER_NODE
     ranks, parallel = default_ranks(config, stage), config.lm.parallel if config.lm else None

@@ -12,7 +12,6 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.json_lines import given_texts, write_lines
-from calm_scale.stages.launch import lm_section
 from calm_scale.stages.model import open_model, refuse_spare_ranks, trained_tokenizer
 
 
@@ -68,7 +67,7 @@ def _unfit(config: RunConfig, num_tokens: int) -> str | None:
     from calm_scale.evaluation.energy import too_long, too_short
 
     k = config.patch_size
-    return too_short(num_tokens, k) or too_long(num_tokens, k, lm_section(config).backbone.positions)
+    return too_short(num_tokens, k) or too_long(num_tokens, k, config.require_lm().backbone.positions)
 
 
 def _unscored(num_tokens: int, why: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from calm_scale.accounting.report.run_sections import own_and_others
 from calm_scale.checkpoint.status import StageStatus, stage_status
 from calm_scale.config import RunConfig, load
 from calm_scale.config.errors import EXIT_OK
-from calm_scale.config.run_folder import CONFIG_FILE
+from calm_scale.config.run_folder import CONFIG_FILE, TRAINED, Stage
 from calm_scale.config.terminal import counted, reader_has_gone
 from calm_scale.stages.run_folder import runs_in
 from data_prep.shards.manifest import MANIFEST_NAME
@@ -52,7 +52,7 @@ def _view(run: Path, seen: queue.Queue) -> Group:
     config = load(run) if (run / CONFIG_FILE).is_file() else None
     jobs = job_status(run, seen)
     parts: list[Table | Text] = [_stages(run, config, jobs)]
-    for stage in ("autoencoder", "lm"):
+    for stage in TRAINED:
         parts += [
             Text(f"{stage}: passed over {line}", style="yellow") for line in _of(run, config, stage).damaged
         ]
@@ -73,14 +73,14 @@ def _stages(run: Path, config: RunConfig | None, jobs: RunStatus) -> Table:
     for heading in ("stage", "state", "job", "how far"):
         table.add_column(heading, overflow="fold")
     by_stage = {job.stage: job for job in jobs.stages}
-    table.add_row("prep", _prep_state(run, config), _job(by_stage.get("prep")), "")
-    for stage in ("autoencoder", "lm"):
+    table.add_row("prep", _prep_state(run, config), _job(by_stage.get(Stage.PREP)), "")
+    for stage in TRAINED:
         status = _of(run, config, stage)
         table.add_row(stage, _state(status), _job(by_stage.get(stage)), _how_far(status))
     scored, others = own_and_others(run)
     state = f"{counted(scored, 'checkpoint')} scored" if scored else "not started"
     apart = "\n".join(f"{number} under {name}" for name, number in others.items())
-    table.add_row("eval", state, _job(by_stage.get("eval")), apart)
+    table.add_row("eval", state, _job(by_stage.get(Stage.EVAL)), apart)
     return table
 
 

@@ -14,6 +14,7 @@ from calm_scale.config import ConfigError, RunConfig, load_as
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.errors import EXIT_OK, EXIT_USAGE
 from calm_scale.config.run import notes as config_notes
+from calm_scale.config.run_folder import TRAINED, Stage
 from calm_scale.stages.before_start import problems, resume_refusals
 from calm_scale.stages.disk_needs import disk_needs, lack_of_space
 from calm_scale.stages.dry_run import print_notes, stage_plan
@@ -22,7 +23,7 @@ from calm_scale.stages.run_plan import lack_of_tokenizer, look_at_text, run_plan
 from calm_scale.stages.sweep import Sweep
 from launchers.slurm.cancel import cancel
 from launchers.slurm.container import unseen_paths
-from launchers.slurm.layout import Stage, StageShape, common_shape, stages_of
+from launchers.slurm.layout import StageShape, common_shape
 from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import StageJob, Submission, submit, submit_sweep
 
@@ -43,7 +44,7 @@ def submit_run(
     cluster = load_as(ClusterConfig, cluster_path)
     console = Console()
     _lift(console, [config], include)
-    refusals = _plan(console, config, stages_of(config), cluster, dry_run)
+    refusals = _plan(console, config, config.stages, cluster, dry_run)
     submission = submit(config, cluster, config_path, dry_run=dry_run)
     _show(console, submission, config, cluster)
     print_notes(console, notes)
@@ -174,7 +175,7 @@ def _show(console: Console, submission: Submission, config: RunConfig, cluster: 
     chip = _chip(cluster)
     unknown = _no_device(cluster) or "no step time can be estimated for nodes without GPUs"
     for job in submission.jobs:
-        if job.stage in ("autoencoder", "lm"):
+        if job.stage in TRAINED:
             console.print(stage_plan(config, job.stage, job.shape.num_tasks, chip, job.shape.nodes, unknown))
     console.print(f"scripts: {submission.folder}", soft_wrap=True, highlight=False)
 

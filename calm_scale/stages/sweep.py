@@ -10,19 +10,19 @@ from pathlib import Path
 
 from calm_scale.config import ConfigError, RunConfig, load
 from calm_scale.config.run import step_notes
-from launchers.slurm.layout import STAGES, Stage, stages_of
+from calm_scale.config.run_folder import Stage
 
 MOST_RUNS = 1000
 _TOP_LEVEL_COMMA = re.compile(r",(?![^\[{]*[\]}])")
 """A comma between values, not one inside of a ``{…}`` or ``[…]``."""
 _FIRST_STAGE: dict[str, Stage] = {
-    "vocab_size": "prep",
-    "tokenizer": "prep",
-    "prep": "prep",
-    "seed": "autoencoder",
-    "patch_size": "autoencoder",
-    "autoencoder": "autoencoder",
-    "lm": "lm",
+    "vocab_size": Stage.PREP,
+    "tokenizer": Stage.PREP,
+    "prep": Stage.PREP,
+    "seed": Stage.AUTOENCODER,
+    "patch_size": Stage.AUTOENCODER,
+    "autoencoder": Stage.AUTOENCODER,
+    "lm": Stage.LM,
 }
 """The first stage of the chain that a section changes; sections that train nothing are not here."""
 
@@ -63,7 +63,7 @@ def plan_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> S
     if len(set(keys)) < len(keys):
         raise ConfigError(f"--sweep names a key twice: {', '.join(keys)}; give all its values in one")
     base = load(path, overrides)
-    shared, own = _split(base, min((_first_stage(key) for key in keys), key=STAGES.index))
+    shared, own = _split(base, min((_first_stage(key) for key in keys), key=list(Stage).index))
     points = list(itertools.product(*(values for _, values in axes)))
     if len(points) > MOST_RUNS:
         raise ConfigError(f"this sweep has {len(points)} runs, more than {MOST_RUNS}")
@@ -121,8 +121,8 @@ def _first_stage(key: str) -> Stage:
 
 
 def _split(base: RunConfig, first: Stage) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-    present = stages_of(base)
-    own = tuple(stage for stage in present if STAGES.index(stage) >= STAGES.index(first))
+    present = base.stages
+    own = tuple(stage for stage in present if list(Stage).index(stage) >= list(Stage).index(first))
     if not own:
         raise ConfigError(f"--sweep: run {base.name} has no section for stage {first} or a later one")
     return tuple(stage for stage in present if stage not in own), own
@@ -130,7 +130,7 @@ def _split(base: RunConfig, first: Stage) -> tuple[tuple[Stage, ...], tuple[Stag
 
 def _placed(run: RunConfig, base: RunConfig, slug: str, own: Sequence[Stage]) -> RunConfig:
     """The run under a name and in a folder of its own, using what it shares where the base run has it."""
-    lm, shares_autoencoder = run.lm, "autoencoder" not in own and run.autoencoder is not None
+    lm, shares_autoencoder = run.lm, Stage.AUTOENCODER not in own and run.autoencoder is not None
     if lm is not None and lm.autoencoder is None and shares_autoencoder:
         lm = lm.model_copy(update={"autoencoder": base.autoencoder_export})
     return run.model_copy(
@@ -138,7 +138,7 @@ def _placed(run: RunConfig, base: RunConfig, slug: str, own: Sequence[Stage]) ->
             "name": f"{base.name}-{slug}",
             "workdir": base.workdir / "sweep" / slug,
             "tokenizer": run.tokenizer.model_copy(update={"path": run.tokenizer.path or base.tokenizer_path}),
-            "data": None if "prep" in own else base.data_dir,
+            "data": None if Stage.PREP in own else base.data_dir,
             "lm": lm,
         }
     )

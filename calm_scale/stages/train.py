@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from calm_scale.accounting import hardware, saves
-from calm_scale.accounting.step_time import training_of
 from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run import notes
+from calm_scale.config.run_folder import Stage
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.departure import Departure, joined
 from calm_scale.runtime.determinism import set_deterministic
@@ -22,7 +22,6 @@ from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World
-from calm_scale.stages.launch import Stage, autoencoder_section, lm_section
 from calm_scale.stages.run_folder import store_config
 from calm_scale.stages.splits import as_prepared, open_data
 from calm_scale.training.attempt import claimed, device_name, open_attempt
@@ -72,7 +71,7 @@ def run_loop(
     folder = config.workdir / stage
     config = as_prepared(config, train.manifest)
     config, interval = _with_save_interval(config, stage, world)
-    training = training_of(config, stage)
+    training = config.require_stage(stage).training
     with claimed(folder, world):
         attempt = open_attempt(folder, config.name, world)
         identity = Identity.of_run(
@@ -125,7 +124,7 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
     ``accept``, ``resume_step``: see ``fit``.
     """
     stop = StopSignals().install()
-    stage = lm_section(config)
+    stage = config.require_lm()
     tokens_per_sample = stage.backbone.positions * config.patch_size
     folder, limit = config.workdir / "lm", stage.training.stall_seconds
     set_deterministic(config.deterministic)
@@ -144,7 +143,7 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
         parallel = stage.parallel
         outcome = run_loop(
             config,
-            "lm",
+            Stage.LM,
             world,
             engine,
             train,
@@ -201,7 +200,7 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
     ``accept``, ``resume_step``: see ``fit``.
     """
     stop = StopSignals().install()
-    stage = autoencoder_section(config)
+    stage = config.require_autoencoder()
     tokens_per_sample = stage.patches * config.patch_size
     set_deterministic(config.deterministic)
     folder, limit = config.workdir / "autoencoder", stage.training.stall_seconds
@@ -221,7 +220,7 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
         )
         outcome = run_loop(
             config,
-            "autoencoder",
+            Stage.AUTOENCODER,
             world,
             engine,
             train,
@@ -277,7 +276,7 @@ def _export(
 ) -> None:
     from calm_scale.autoencoder.export import write_export
 
-    stage = autoencoder_section(config)
+    stage = config.require_autoencoder()
     weights = engine.weights()
     if world.is_first:
         samples = outcome.step * stage.training.global_batch

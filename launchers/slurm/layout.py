@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.cluster import ClusterConfig, StageResources
+from calm_scale.config.run_folder import Stage
 from calm_scale.config.terminal import counted
-
-Stage = Literal["prep", "autoencoder", "lm", "eval"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass(frozen=True)
@@ -36,17 +33,6 @@ class StageShape:
         return self.nodes * self.tasks_per_node
 
 
-def stages_of(config: RunConfig) -> tuple[Stage, ...]:
-    """The stages a run has sections for, in the order of the chain."""
-    present: dict[Stage, bool] = {
-        "prep": config.prep is not None,
-        "autoencoder": config.autoencoder is not None,
-        "lm": config.lm is not None,
-        "eval": config.lm is not None,
-    }
-    return tuple(stage for stage in STAGES if present[stage])
-
-
 def shape_of(config: RunConfig, cluster: ClusterConfig, stage: Stage) -> StageShape:
     """The job of a stage.
 
@@ -54,7 +40,7 @@ def shape_of(config: RunConfig, cluster: ClusterConfig, stage: Stage) -> StageSh
         ConfigError: the layout does not fit the cluster or the batch; names the nearest that does.
     """
     resources: StageResources = getattr(cluster.stages, stage)
-    gpus = 0 if stage == "prep" else cluster.gpus_per_node
+    gpus = 0 if stage == Stage.PREP else cluster.gpus_per_node
     nodes, tasks = _counts(config, cluster, stage, resources)
     if gpus and tasks > gpus:
         raise ConfigError(
@@ -91,15 +77,15 @@ def _note(stage: Stage, nodes: int, tasks: int, resources: StageResources) -> st
 def _counts(
     config: RunConfig, cluster: ClusterConfig, stage: Stage, resources: StageResources
 ) -> tuple[int, int]:
-    if stage == "prep":
+    if stage == Stage.PREP:
         return resources.nodes or 1, resources.tasks_per_node or cluster.cpus_per_node
-    if stage == "eval":
+    if stage == Stage.EVAL:
         return _evaluators(config, cluster, resources)
     world = _world(config, stage)
-    replica = config.lm.parallel.model_parallel if stage == "lm" and config.lm is not None else 1
+    replica = config.lm.parallel.model_parallel if stage == Stage.LM and config.lm is not None else 1
     nodes, tasks = _placed(world, replica, cluster, stage, resources)
     _check_layout(config, stage, nodes * tasks)
-    tensor = config.lm.parallel.tensor if stage == "lm" and config.lm is not None else 1
+    tensor = config.lm.parallel.tensor if stage == Stage.LM and config.lm is not None else 1
     if cluster.gpus_per_node and nodes > 1 and tasks % tensor:
         fits = [size for size in range(1, tasks + 1) if tasks % size == 0]
         raise ConfigError(
@@ -129,7 +115,7 @@ def _evaluators(config: RunConfig, cluster: ClusterConfig, resources: StageResou
 
 def _world(config: RunConfig, stage: Stage) -> int | None:
     """Ranks the run's layout names; None when its data-parallel size is left to the cluster."""
-    if stage == "autoencoder" and config.autoencoder is not None:
+    if stage == Stage.AUTOENCODER and config.autoencoder is not None:
         return config.autoencoder.zero.data
     if config.lm is not None and config.lm.parallel.data is not None:
         return config.lm.parallel.model_parallel * config.lm.parallel.data
@@ -161,7 +147,7 @@ def _placed(
 
 def _check_layout(config: RunConfig, stage: Stage, world: int) -> None:
     lm = config.lm
-    replica = lm.parallel.model_parallel if stage == "lm" and lm is not None else 1
+    replica = lm.parallel.model_parallel if stage == Stage.LM and lm is not None else 1
     if lm is not None and world % replica:
         low = max(1, world // replica) * replica
         raise ConfigError(
@@ -169,9 +155,9 @@ def _check_layout(config: RunConfig, stage: Stage, world: int) -> None:
             f"{lm.parallel.pipeline} = {replica}; the nearest world sizes are {low} and {low + replica}"
         )
     try:
-        if stage == "lm" and lm is not None:
+        if stage == Stage.LM and lm is not None:
             lm.micro_batches(world // replica)
-        elif stage == "autoencoder" and config.autoencoder is not None:
+        elif stage == Stage.AUTOENCODER and config.autoencoder is not None:
             config.autoencoder.training.accumulation(world)
     except ValueError as error:
         raise ConfigError(f"{stage}: {error}") from None

@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from calm_scale.config.run_folder import Stage
 from launchers.slurm import queue
 from launchers.slurm.exclusions import Exclusion
 from launchers.slurm.notice import measured
 from launchers.slurm.queue import Queue, QueuedJob
 from launchers.slurm.record import Attempt, RunRecord, SubmittedJob
-
-STAGES = ("prep", "autoencoder", "lm", "eval")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def job_status(workdir: Path, seen: Queue | None = None) -> RunStatus:
     known = record.jobs()
     stages = tuple(
         _stage(record, stage, known.get(stage), jobs, bool(seen.error) or not queue.available())
-        for stage in STAGES
+        for stage in Stage
     )
     evaluations = {
         step: next((found.state.lower() for found in jobs.get(job, [])), "ended")

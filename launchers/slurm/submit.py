@@ -17,18 +17,19 @@ from typing import Literal
 from calm_scale.config import ConfigError, RunConfig, config_hash, to_yaml
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.files import write_atomically
+from calm_scale.config.run_folder import Stage
 from launchers.slurm.enqueue import QueuedStage, enqueue
-from launchers.slurm.layout import Stage, StageShape, common_shape, stages_of
+from launchers.slurm.layout import StageShape, common_shape
 from launchers.slurm.notice import backstop_seconds, notice_seconds
 from launchers.slurm.record import RunRecord
 from launchers.slurm.templates import ScriptRun, check_path, render
 
 Outcome = Literal["written", "submitted", "queued already", "done already"]
 _SECTIONS: dict[Stage, tuple[str, ...]] = {
-    "prep": ("seed", "vocab_size", "patch_size", "tokenizer", "data", "prep"),
-    "autoencoder": ("autoencoder",),
-    "lm": ("lm",),
-    "eval": ("evaluation",),
+    Stage.PREP: ("seed", "vocab_size", "patch_size", "tokenizer", "data", "prep"),
+    Stage.AUTOENCODER: ("autoencoder",),
+    Stage.LM: ("lm",),
+    Stage.EVAL: ("evaluation",),
 }
 
 
@@ -160,8 +161,8 @@ def _stored(config: RunConfig, record: RunRecord) -> Path:
 
 
 def _chain(configs: list[RunConfig], stages: Sequence[Stage] | None, origin: str) -> list[Stage]:
-    present = stages_of(configs[0])
-    if any(stages_of(config) != present for config in configs):
+    present = configs[0].stages
+    if any(config.stages != present for config in configs):
         raise ConfigError(f"{origin}: the runs of a sweep must have the same sections")
     missing = [stage for stage in stages or () if stage not in present]
     if missing or not present:
@@ -209,9 +210,9 @@ def _write(
 
 def _progress_folder(config: RunConfig, stage: Stage) -> Path:
     """Where progress of a stage shows: checkpoints by step, or files."""
-    if stage == "prep":
+    if stage == Stage.PREP:
         return config.data_dir
-    return config.workdir / "eval" if stage == "eval" else config.workdir / stage / "checkpoints"
+    return config.workdir / "eval" if stage == Stage.EVAL else config.workdir / stage / "checkpoints"
 
 
 def fingerprint(config: RunConfig, stage: Stage) -> str:

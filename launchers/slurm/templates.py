@@ -19,6 +19,7 @@ import jinja2
 
 from calm_scale.config import ConfigError
 from calm_scale.config.cluster import ClusterConfig
+from calm_scale.config.run_folder import TRAINED
 from launchers.errors import LaunchError
 from launchers.inherited import CLIENT_NAMESPACES, CLUSTER_VARIABLES, RANK_NAMESPACES
 from launchers.slurm.container import mounts_of
@@ -161,7 +162,7 @@ def directives(
 
 def _checks_links(shape: StageShape, cluster: ClusterConfig) -> bool:
     """Whether the job measures its network first: training on several nodes, where the profile does not say."""
-    several = shape.nodes > 1 and shape.stage in ("autoencoder", "lm")
+    several = shape.nodes > 1 and shape.stage in TRAINED
     return several and (shape.gpus_per_node > 0 if cluster.link_check is None else cluster.link_check)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.compared_models import baseline_at, baseline_of, paper_model, with_patch_size
 from calm_scale.accounting.costs import brier_per_token, token_costs
 from calm_scale.accounting.model import lm_parameters
@@ -73,7 +72,7 @@ def test_patch_sizes_and_baselines() -> None:
     for k in (1, 2, 4, 8):
         variant = with_patch_size(config, k)
         assert variant.latent_size == 32 * k
-        assert lm_of(variant).backbone == lm_of(config).backbone
+        assert variant.require_lm().backbone == config.require_lm().backbone
     assert token_costs(with_patch_size(config, 4)) == token_costs(config)
     assert lm_parameters(baseline_of(config)) == lm_parameters(paper_model("Transformer-L"))
     target = token_costs(config).training

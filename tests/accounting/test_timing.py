@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 
 from calm_scale.accounting import hardware, layout_search, step_time
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.compared_models import paper_model
 from calm_scale.accounting.components import linear
 from calm_scale.accounting.kernels import FUSED, OURS, OURS_PLAIN, Share, product_seconds, rates
@@ -97,7 +96,9 @@ def test_calls_across_more_nodes_cost_more() -> None:
 
 def test_xl_is_data_parallel_up_to_32_nodes() -> None:
     for nodes in (1, 2, 8, 32):
-        best = lm_of(layout_search.rank(paper_model("CALM-XL"), nodes, hardware.device("h100"))[0].config)
+        best = layout_search.rank(paper_model("CALM-XL"), nodes, hardware.device("h100"))[
+            0
+        ].config.require_lm()
         assert (best.parallel.tensor, best.parallel.pipeline) == (1, 1), nodes
 
 
@@ -105,8 +106,8 @@ def test_parts_add_up_and_larger_micro_batches_cost_less_a_step() -> None:
     config = paper_model("CALM-XL")
     found = []
     for micro_batch in (1, 2, 4):
-        training = lm_of(config).training.model_copy(update={"micro_batch": micro_batch})
-        lm = lm_of(config).model_copy(update={"training": training})
+        training = config.require_lm().training.model_copy(update={"micro_batch": micro_batch})
+        lm = config.require_lm().model_copy(update={"training": training})
         time = step_time.step_time(config.model_copy(update={"lm": lm}), 64, hardware.device("h100"), 8)
         assert time.total == pytest.approx(sum(time.parts.values()))
         found.append(time.total)

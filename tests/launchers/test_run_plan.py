@@ -20,7 +20,7 @@ from calm_scale.stages.disk_needs import disk_needs, lack_of_space
 from calm_scale.stages.run_plan import look_at_text, run_plan
 from data_prep.prep.prep_plan import estimate
 from data_prep.tokenizer.definition import train_bpe
-from launchers.slurm.layout import shape_of, stages_of
+from launchers.slurm.layout import shape_of
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -60,10 +60,10 @@ def document(tmp_path: Path) -> Path:
 
 
 def rows(config: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
-    shapes = {stage: shape_of(config, cluster, stage) for stage in stages_of(config)}
+    shapes = {stage: shape_of(config, cluster, stage) for stage in config.stages}
     text = look_at_text(config)
     chip = device("h100")
-    table = run_plan(config, shapes, text, disk_needs(config, stages_of(config), text.estimate), chip)
+    table = run_plan(config, shapes, text, disk_needs(config, config.stages, text.estimate), chip)
     names, values = (list(column.cells) for column in table.columns)
     return dict(zip(map(str, names), map(str, values), strict=True))
 
@@ -107,13 +107,13 @@ def test_a_disk_too_small_is_refused_and_what_is_there_counts(
 ) -> None:
     config = load(document)
     text = look_at_text(config).estimate
-    needs = disk_needs(config, stages_of(config), text)
+    needs = disk_needs(config, config.stages, text)
     wanted = sum(need.bytes_in_all for need in needs)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, wanted - 1))
     assert "are free, this run still writes" in lack_of_space(needs)
     (config.workdir / "lm").mkdir(parents=True)
     (config.workdir / "lm" / "there").write_bytes(b"x" * 1000)
-    assert lack_of_space(disk_needs(config, stages_of(config), text)) == ""
+    assert lack_of_space(disk_needs(config, config.stages, text)) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 1000))
     command = ["submit", str(document), "--cluster", str(document.with_name("cluster.yaml"))]
     with pytest.raises(ConfigError, match="Free some space"):

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, load_as, to_yaml
 from calm_scale.config.cluster import ClusterConfig, ContainerConfig, Mount, hidden
+from calm_scale.config.run_folder import Stage
 from launchers.slurm.container import mounts_of, unseen_paths
-from launchers.slurm.layout import Stage
 from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import fingerprint, submit
 

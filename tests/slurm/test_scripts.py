@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, load, load_as
 from calm_scale.config.cluster import ClusterConfig
+from calm_scale.config.run_folder import Stage
 from launchers.errors import LaunchError
-from launchers.slurm.layout import STAGES, shape_of, stages_of
+from launchers.slurm.layout import shape_of
 from launchers.slurm.notice import limit_seconds, measured, notice_seconds
 from launchers.slurm.preflight import NodeReport, judge
 from launchers.slurm.record import RunRecord
@@ -64,7 +65,7 @@ def test_scripts_are_plain_bash_and_shellcheck_clean(
     )
     run = make_run("check", workdir=str(tmp_path / ("check run" if spaces else "check")))
     submission = submit(run, cluster, dry_run=True)
-    assert [job.stage for job in submission.jobs] == list(STAGES)
+    assert [job.stage for job in submission.jobs] == list(Stage)
     scripts = [str(job.script) for job in submission.jobs]
     for script in scripts:
         assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
@@ -139,7 +140,7 @@ def test_profiles_are_checked(profile: Profile, change: dict[str, object], said:
 def test_profiles_in_the_house_fit_the_xl_run(name: str) -> None:
     cluster = load_as(ClusterConfig, ROOT / "configs" / "clusters" / f"{name}.yaml")
     run = load(ROOT / "configs" / "runs" / "calm-xl.yaml")
-    for stage in stages_of(run):
+    for stage in run.stages:
         assert shape_of(run, cluster, stage).num_tasks >= 1
 
 
@@ -219,7 +220,7 @@ def test_fingerprints_follow_what_a_stage_depends_on(make_run: MakeRun) -> None:
     assert fingerprint(run, "lm") == fingerprint(scored, "lm")
     assert fingerprint(run, "eval") != fingerprint(scored, "eval")
     seeded = run.model_copy(update={"seed": 5})
-    assert all(fingerprint(run, stage) != fingerprint(seeded, stage) for stage in STAGES)
+    assert all(fingerprint(run, stage) != fingerprint(seeded, stage) for stage in Stage)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from calm_scale.config import ConfigError, load
+from calm_scale.config.run_folder import Stage
 from calm_scale.stages import launch as stage_launch
 
 REPO = Path(__file__).resolve().parents[2]
@@ -46,15 +47,16 @@ def test_a_rank_of_a_launcher_never_starts_more(started: list[int], monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("preset", "stage", "ranks"), [("calm-xl", "lm", 4), ("calm-xl", "autoencoder", 1), ("calm-m", "lm", 1)]
+    ("preset", "stage", "ranks"),
+    [("calm-xl", Stage.LM, 4), ("calm-xl", Stage.AUTOENCODER, 1), ("calm-m", Stage.LM, 1)],
 )
-def test_ranks_follow_from_the_layout(preset: str, stage: stage_launch.Stage, ranks: int) -> None:
+def test_ranks_follow_from_the_layout(preset: str, stage: Stage, ranks: int) -> None:
     assert stage_launch.default_ranks(load(REPO / f"configs/runs/{preset}.yaml"), stage) == ranks
 
 
 def test_a_missing_section_is_named(started: list[int]) -> None:
     with pytest.raises(ConfigError, match="no `autoencoder` section"):
-        stage_launch.default_ranks(load(REPO / "configs/lm/transformer-s.yaml"), "autoencoder")
+        stage_launch.default_ranks(load(REPO / "configs/lm/transformer-s.yaml"), Stage.AUTOENCODER)
 
 
 def test_a_module_in_the_users_folder_hides_no_library(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from calm_scale.accounting import communication, memory
-from calm_scale.accounting.backbone_model import input_components, is_autoregressive, lm_of
+from calm_scale.accounting.backbone_model import input_components, is_autoregressive
 from calm_scale.accounting.components import FLOPS_PER_MAC
 from calm_scale.accounting.memory import Memory
 from calm_scale.accounting.model import input_encoder, loss_components, target_encoder
@@ -18,13 +18,13 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "frozen", "activations", "o
 
 def stages_section(config: RunConfig) -> Section:
     """Component × pipeline stage, the bubble and what imbalance leaves."""
-    parallel, data = lm_of(config).parallel, _data_parallel(config)
-    passes = lm_of(config).training.accumulation(data)
+    parallel, data = config.require_lm().parallel, _data_parallel(config)
+    passes = config.require_lm().training.accumulation(data)
     bound = pipeline_bound(config, passes)
     text = (
         f"Layout: tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {data}"
         + (f", {parallel.virtual_pipeline} chunks a rank" if parallel.virtual_pipeline > 1 else "")
-        + f"; {passes} micro-batches of {lm_of(config).training.micro_batch} a step. "
+        + f"; {passes} micro-batches of {config.require_lm().training.micro_batch} a step. "
         f"Heaviest stage {bound.imbalance:.3f} × the mean; bubble {100 * bound.bubble:.1f} % of a step; "
         f"at most {100 * bound.efficiency:.1f} % of the time can be useful."
     )
@@ -81,7 +81,7 @@ def memory_section(config: RunConfig) -> Section:
     ]
     stage = config.autoencoder
     if stage is not None and not is_autoregressive(config):
-        ranks = stage.zero.data or data * lm_of(config).parallel.model_parallel
+        ranks = stage.zero.data or data * config.require_lm().parallel.model_parallel
         rows = tuple(_zero_cells(config, level, ranks) for level in range(4))
         title = f"{config.name}: memory per rank of autoencoder training on {counted(ranks, 'rank')}"
         tables.append(Table("memory_autoencoder", title, columns, rows))
@@ -114,7 +114,7 @@ def communication_section(config: RunConfig) -> Section:
 
 def _data_parallel(config: RunConfig) -> int:
     """The configured data-parallel size; 1 where it is left to the launcher."""
-    return lm_of(config).parallel.data or 1
+    return config.require_lm().parallel.data or 1
 
 
 def _stage_parts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from calm_scale.accounting.backbone_model import is_autoregressive, lm_of
+from calm_scale.accounting.backbone_model import is_autoregressive
 from calm_scale.accounting.compared_models import (
     NOTES,
     Table1Row,
@@ -281,7 +281,7 @@ def crossover_section(config: RunConfig) -> Section:
         ),
         (
             "AR baseline of equal training FLOPs per token (same depth)",
-            f"width {lm_of(equal).backbone.hidden_size}, {lm_parameters(equal) / 1e6:.0f}M parameters, "
+            f"width {equal.require_lm().backbone.hidden_size}, {lm_parameters(equal) / 1e6:.0f}M parameters, "
             f"{_flops(token_costs(equal).training)} a token",
         ),
         (

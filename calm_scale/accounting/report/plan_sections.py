@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from calm_scale.accounting import hardware, layout_search, memory, saves, step_time
-from calm_scale.accounting.backbone_model import lm_of
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.kernels import DETERMINISTIC_COST
 from calm_scale.accounting.layout_search import Layout
@@ -23,6 +22,7 @@ from calm_scale.accounting.report.document import (
 from calm_scale.accounting.report.layout_sections import MEMORY_PARTS
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
+from calm_scale.config.run_folder import Stage
 
 SHOWN = 15
 LAYOUT_NUMBERS = tuple(
@@ -96,12 +96,12 @@ def _advice(best: Layout, nodes: int, chip: hardware.Device, price: float) -> tu
 
 def _save_advice(best: Layout, nodes: int, chip: hardware.Device) -> tuple[str, ...]:
     """What `checkpoint.interval` is under this layout, why, and what it leaves of the time."""
-    lm = lm_of(best.config)
+    lm = best.config.require_lm()
     ranks = best.data_parallel * lm.parallel.model_parallel
     best_one = saves.save_interval(
-        best.config, "lm", ranks=ranks, nodes=nodes, chip=chip, step_seconds=best.time.total
+        best.config, Stage.LM, ranks=ranks, nodes=nodes, chip=chip, step_seconds=best.time.total
     )
-    text = saves.interval_text(best.config, "lm", ranks=ranks, nodes=nodes, chip=chip)
+    text = saves.interval_text(best.config, Stage.LM, ranks=ranks, nodes=nodes, chip=chip)
     first = f"Checkpoint {bytes_text(best_one.checkpoint_bytes)}, saved {text}."
     auto = f"expected goodput {100 * best_one.goodput:.2f} %"
     if lm.training.checkpoint.interval == "auto":
@@ -133,7 +133,7 @@ def _ranking(ranked: list[Layout], price: float) -> Section:
 
 
 def _cells(layout: Layout, price: float) -> tuple[Cell, ...]:
-    lm = lm_of(layout.config)
+    lm = layout.config.require_lm()
     return (
         layout_name(layout),
         "+".join(map(str, layout.layers)),
@@ -177,7 +177,7 @@ def _memory_table(layout: Layout) -> Table:
 
 
 def _assumptions(config: RunConfig, chip: hardware.Device, efficiency: float | None, price: float) -> Section:
-    mtbf_hours = lm_of(config).training.checkpoint.node_mtbf_hours
+    mtbf_hours = config.require_lm().training.checkpoint.node_mtbf_hours
     text = (
         step_time.assumptions(chip, efficiency),
         *([DETERMINISTIC_COST] if config.deterministic else []),
@@ -194,7 +194,7 @@ def _assumptions(config: RunConfig, chip: hardware.Device, efficiency: float | N
 
 def layout_numbers(layout: Layout) -> tuple[Cell, ...]:
     """The cells of ``LAYOUT_NUMBERS``."""
-    lm = lm_of(layout.config)
+    lm = layout.config.require_lm()
     return (
         lm.parallel.tensor,
         lm.parallel.pipeline,
@@ -210,7 +210,7 @@ def layout_numbers(layout: Layout) -> tuple[Cell, ...]:
 
 def layout_name(layout: Layout) -> str:
     """`tp2 pp4 × 2 chunks dp8`."""
-    parallel = lm_of(layout.config).parallel
+    parallel = layout.config.require_lm().parallel
     chunks = f" × {parallel.virtual_pipeline} chunks" if parallel.virtual_pipeline > 1 else ""
     return f"tp{parallel.tensor} pp{parallel.pipeline}{chunks} dp{layout.data_parallel}"
 
@@ -301,12 +301,12 @@ def _why(best: dict[int, Layout], chosen: int) -> str:
 
 
 def _row(nodes: int, layout: Layout, chip: Device, price: float, chosen: bool) -> tuple[Cell, ...]:
-    lm = lm_of(layout.config)
+    lm = layout.config.require_lm()
     ranks = layout.data_parallel * lm.parallel.model_parallel
     interval = lm.training.checkpoint.interval
     if interval == "auto":
         interval = saves.save_interval(
-            layout.config, "lm", ranks=ranks, nodes=nodes, chip=chip, step_seconds=layout.time.total
+            layout.config, Stage.LM, ranks=ranks, nodes=nodes, chip=chip, step_seconds=layout.time.total
         ).steps
     return (
         nodes,

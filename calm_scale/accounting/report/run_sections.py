@@ -26,10 +26,9 @@ from calm_scale.accounting.report.pictures import ScorePoint
 from calm_scale.config.errors import CalmScaleError
 from calm_scale.config.evaluation import describe_protocol, follows_the_paper
 from calm_scale.config.run import RunConfig
+from calm_scale.config.run_folder import TRAINED, RunFolder, Stage
 from calm_scale.record import ledger
 from calm_scale.record.ledger import History, LedgerError
-
-STAGES = ("autoencoder", "lm")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Prices:
 def run_section(config: RunConfig, folder: Path, prices: Prices) -> Section:
     """The account of every stage that has a ledger."""
     title = f"{config.name}: planned, done, wasted"
-    books = [(stage, _history(folder / stage / "ledger.jsonl")) for stage in STAGES]
+    books = [(stage, _history(RunFolder(folder).stage(stage).ledger)) for stage in TRAINED]
     found = [
         account
         for _, past in books
@@ -140,11 +139,11 @@ def _history(path: Path) -> History:
 
 
 def _costs(config: RunConfig, stage: str) -> StageCosts | None:
-    if stage == "autoencoder" and config.autoencoder is not None:
+    if stage == Stage.AUTOENCODER and config.autoencoder is not None:
         each, section = autoencoder_training_per_token(config), config.autoencoder
         planned = autoencoder_tokens(config, section)
         return StageCosts(each, each, each / 3, section.training.steps, planned)
-    if stage == "lm" and config.lm is not None:
+    if stage == Stage.LM and config.lm is not None:
         costs, steps = token_costs(config), config.lm.training.steps
         planned = steps * tokens_per_step(config)
         return StageCosts(costs.training, costs.hardware, evaluation_per_token(config), steps, planned)
