@@ -27,6 +27,7 @@ from typing import Any
 import yaml
 
 from calm_scale.checkpoint.judge import inventory
+from calm_scale.config.run_folder import StageFolder
 from calm_scale.record.metrics import read_metrics
 
 INTERVAL = 5
@@ -114,12 +115,13 @@ class Run:
             time.sleep(0.002)
 
     def step(self) -> int:
-        rows = read_metrics(self.folder / "metrics.jsonl")
+        rows = read_metrics(StageFolder(self.folder).metrics)
         return int(rows[-1]["step"]) if rows else 0
 
     def saved(self) -> int:
         return max(
-            (e.step for e in inventory(self.folder / "checkpoints") if e.state == "complete"), default=0
+            (e.step for e in inventory(StageFolder(self.folder).checkpoints) if e.state == "complete"),
+            default=0,
         )
 
     def saving(self) -> bool:
@@ -128,7 +130,7 @@ class Run:
 
     def unfinished(self) -> set[int]:
         found = set()
-        for path in (self.folder / "checkpoints").glob("step_*.tmp"):
+        for path in StageFolder(self.folder).checkpoints.glob("step_*.tmp"):
             with contextlib.suppress(FileNotFoundError):
                 found.add(path.stat().st_ino)
         return found
@@ -196,7 +198,8 @@ def compare(untouched: Run, chaos: Run, steps: int) -> dict[str, bool]:
     import torch
 
     states = [
-        state_of(run.folder / "checkpoints" / f"step_{steps:08d}" / "shards") for run in (untouched, chaos)
+        state_of(StageFolder(run.folder).checkpoints / f"step_{steps:08d}" / "shards")
+        for run in (untouched, chaos)
     ]
     names = states[0].keys() == states[1].keys() and len(states[0]) > 0
     equal = names and all(_same(states[0][name], states[1][name], torch) for name in states[0])
@@ -231,7 +234,7 @@ def _same(left: Any, right: Any, torch: Any) -> bool:
 
 def record(folder: Path) -> list[dict[str, Any]]:
     return [
-        {k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(folder / "metrics.jsonl")
+        {k: v for k, v in row.items() if k not in TIMES} for row in read_metrics(StageFolder(folder).metrics)
     ]
 
 

@@ -26,6 +26,7 @@ from calm_scale.checkpoint.judge import Entry, inventory
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.config.files import write_atomically
+from calm_scale.config.run_folder import Stage
 from calm_scale.evaluation.curves import CurvePoint, draw_correlation, draw_curves, trace
 from calm_scale.evaluation.evaluate import evaluate
 from calm_scale.evaluation.exact import evaluate_exact
@@ -112,7 +113,7 @@ def scored_checkpoints(config: RunConfig, world: World) -> Iterator[dict[str, An
 
 
 def complete_checkpoints(config: RunConfig) -> list[Entry]:
-    return [entry for entry in inventory(config.workdir / "lm") if entry.state == "complete"]
+    return [entry for entry in inventory(config.folder.stage(Stage.LM).path) if entry.state == "complete"]
 
 
 def dataset_of(config: RunConfig) -> Any:
@@ -151,7 +152,7 @@ def check_cross_entropy(configs: Sequence[RunConfig], baseline: Path | None) -> 
     for config in configs:
         refuse_unless_softmax(config, "cross-entropy")
         dataset_of(config)
-    found = {str(config.workdir / "lm"): len(complete_checkpoints(config)) for config in configs}
+    found = {str(config.folder.stage(Stage.LM).path): len(complete_checkpoints(config)) for config in configs}
     if sum(found.values()) < MIN_CHECKPOINTS:
         counts = ", ".join(f"{place}: {count}" for place, count in found.items())
         raise ConfigError(

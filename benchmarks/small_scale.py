@@ -28,6 +28,7 @@ import numpy as np
 
 from calm_scale.checkpoint.judge import inventory
 from calm_scale.config import RunConfig, load
+from calm_scale.config.run_folder import RunFolder, Stage
 from calm_scale.evaluation.sequences import selected
 from calm_scale.record.metrics import read_metrics
 from calm_scale.stages.splits import open_split
@@ -103,16 +104,19 @@ def score(run: Sequence[str]) -> None:
     """BrierLM of every complete checkpoint that has none yet."""
     folder = config_of(run).workdir
     for entry in inventory(folder / "lm"):
-        if entry.state == "complete" and not (folder / "eval" / f"step_{entry.step:08d}.json").exists():
+        if (
+            entry.state == "complete"
+            and not (RunFolder(folder).evaluations / f"step_{entry.step:08d}.json").exists()
+        ):
             calm_scale("eval", *run, "--step", str(entry.step))
 
 
 def points(folder: Path) -> Iterator[Point]:
     """The scored checkpoints of a run, in order. The baseline's scores are exact, the others' sampled."""
-    rows = read_metrics(folder / "lm" / "metrics.jsonl")
+    rows = read_metrics(RunFolder(folder).stage(Stage.LM).metrics)
     spent = dict(zip((r["step"] for r in rows), accumulate(r["cpu_seconds"] for r in rows), strict=True))
     tokens = {row["step"]: row["tokens"] for row in rows}
-    for path in sorted((folder / "eval").glob("step_*.json")):
+    for path in sorted(RunFolder(folder).evaluations.glob("step_*.json")):
         step = int(path.stem.removeprefix("step_"))
         found = json.loads(path.read_text())["score"]
         exact = path.with_name(f"exact_{step:08d}.json")

@@ -20,6 +20,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from calm_scale.config.run_folder import StageFolder
+
 CARD = "card.json"
 MANIFEST = "manifest.json"
 SUSPECT = "suspect.json"
@@ -55,5 +57,5 @@ def unfinished(root: Path) -> list[Path]:
 
 def checkpoints_folder(path: Path) -> Path:
     """The checkpoints folder for a stage's folder or for itself."""
-    inner = path / "checkpoints"
+    inner = StageFolder(path).checkpoints
     return inner if inner.is_dir() else path

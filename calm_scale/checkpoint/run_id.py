@@ -9,6 +9,7 @@ from pathlib import Path
 from calm_scale.checkpoint.errors import CheckpointError
 from calm_scale.checkpoint.files import write_json
 from calm_scale.checkpoint.judge import RUN_FILE, known_run
+from calm_scale.config.run_folder import StageFolder
 
 
 def run_id(folder: Path, name: str) -> str:
@@ -25,6 +26,6 @@ def run_id(folder: Path, name: str) -> str:
                 f'{path} is damaged ({error}); it holds {{"run_id": …}} of the cards'
             ) from None
     folder.mkdir(parents=True, exist_ok=True)
-    found = known_run(folder / "checkpoints") or f"{name}-{secrets.token_hex(4)}"
+    found = known_run(StageFolder(folder).checkpoints) or f"{name}-{secrets.token_hex(4)}"
     write_json(path, {"run_id": found})
     return found

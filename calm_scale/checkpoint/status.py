@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from calm_scale.checkpoint.judge import Entry, inventory, resumable
+from calm_scale.config.run_folder import StageFolder
 from calm_scale.config.training import TrainingConfig
 from calm_scale.record import ledger
 from calm_scale.record.ledger import Event
@@ -71,10 +72,10 @@ def stage_status(
         CheckpointError: the checkpoints folder cannot be read.
     """
     now = time.time() if now is None else now
-    book = folder / "ledger.jsonl"
+    book = StageFolder(folder).ledger
     past = ledger.history(book)
     events = past.events
-    entries = inventory(folder / "checkpoints")
+    entries = inventory(StageFolder(folder).checkpoints)
     complete = resumable(entries)
     damaged = tuple(
         f"{entry.path.name}: {entry.reason}"
@@ -86,7 +87,7 @@ def stage_status(
         return StageStatus(folder.name, "not started", damaged=damaged)
     newest = next(iter(complete), None)
     training = training or _training_of(newest, folder.name)
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = read_metrics(StageFolder(folder).metrics)
     pace = _pace(rows)
     step = max(_step(rows, newest), 0)
     silent = now - _last_sign(folder, events, rows)
@@ -145,7 +146,7 @@ def _last_sign(folder: Path, events: Sequence[Event], rows: list[Row]) -> float:
         float(row["time"]) for row in rows[-1:] if _is_timed(row)
     ]
     if not times:
-        times = [path.stat().st_mtime for path in (folder / "checkpoints", folder) if path.exists()]
+        times = [path.stat().st_mtime for path in (StageFolder(folder).checkpoints, folder) if path.exists()]
     return max(times, default=0.0)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK, CalmScaleError
+from calm_scale.config.run_folder import StageFolder
 from calm_scale.record.json_lines import append_lines
 from calm_scale.runtime.watchdog import Watchdog
 from calm_scale.runtime.world import JOIN_SECONDS, Device, World, init_world
@@ -29,7 +30,6 @@ CLEAN_UP_SECONDS = 20.0
 """What a rank may take to end after its work or its failure: for the process groups, and for the rest."""
 SPEAK_SECONDS = 5.0
 """How long the other ranks let the first one say what all of them end with, before whoever started them ends it."""
-FAILURES_FILE = "failures.jsonl"
 
 
 class Departure:
@@ -92,7 +92,7 @@ class Departure:
                 "error": f"{type(error).__name__}: {error}",
             }
             with contextlib.suppress(OSError):
-                append_lines(self._folder / FAILURES_FILE, [json.dumps(row)])
+                append_lines(StageFolder(self._folder).failures, [json.dumps(row)])
 
     def leave(self) -> NoReturn:
         """End this process now, whatever its threads and process groups are doing."""

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from calm_scale.config.run_folder import StageFolder
 from calm_scale.config.training import LoggingConfig
 from calm_scale.record.metrics import MetricsRecord, Row
 from calm_scale.runtime.curves import draw_curves
@@ -57,7 +58,7 @@ class Telemetry:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.attempt = folder, attempt
-        self.metrics_path = folder / "metrics.jsonl"
+        self.metrics_path = StageFolder(folder).metrics
         self._logging, self._title = logging, title
         self._console = Console(stderr=True, quiet=not world.is_first, highlight=False)
         self._record = MetricsRecord(self.metrics_path, attempt, self.warn) if world.is_first else None

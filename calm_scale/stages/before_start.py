@@ -18,7 +18,7 @@ from calm_scale.checkpoint.judge import inventory, newest, resumable
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
 from calm_scale.config.errors import EXIT_OK, EXIT_USAGE
 from calm_scale.config.run import notes, step_notes
-from calm_scale.config.run_folder import TRAINED, Stage
+from calm_scale.config.run_folder import TRAINED, RunFolder, Stage
 from calm_scale.stages.splits import as_prepared, open_training_split, prepared_otherwise
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
 
@@ -157,7 +157,7 @@ def print_resume_diff(config: RunConfig, run: Path, accept: Sequence[str]) -> in
     console = Console()
     cards: dict[Stage, Card] = {}
     for stage in TRAINED:
-        entries = inventory(run / stage / "checkpoints")
+        entries = inventory(RunFolder(run).stage(stage).checkpoints)
         complete = resumable(entries)
         if complete and complete[0].card is not None:
             cards[stage] = complete[0].card
@@ -195,7 +195,7 @@ def resume_refusals(config: RunConfig, stages: Sequence[str], accept: Sequence[s
     """Why these stages would not go on from the newest checkpoints in the run's own folder."""
     found = []
     for stage in TRAINED:
-        entry = newest(config.workdir / stage / "checkpoints") if stage in stages else None
+        entry = newest(config.folder.stage(stage).checkpoints) if stage in stages else None
         if entry is not None and entry.card is not None:
             try:
                 _diff(config, stage, entry.card).check(accept)

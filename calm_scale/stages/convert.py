@@ -15,7 +15,7 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.errors import EXIT_OK
-from calm_scale.config.run_folder import CONFIG_FILE, placed_in
+from calm_scale.config.run_folder import CONFIG_FILE, RunFolder, Stage, placed_in
 from calm_scale.stages.checkpoints import shards_of
 from calm_scale.stages.model import refuse_other_tokenizer
 from calm_scale.stages.run_folder import appearing_whole, make_way, store_config
@@ -176,7 +176,7 @@ def _write_run(published: PublishedLanguageModel, tokenizer: str, folder: Path, 
     run = published.run
     section = run.require_autoencoder()
     exported = write_export(
-        folder / "autoencoder" / "export",
+        RunFolder(folder).export,
         dict(published.autoencoder.unique_parameters()),
         config=section.model,
         objective=section.objective,
@@ -196,7 +196,9 @@ def _write_run(published: PublishedLanguageModel, tokenizer: str, folder: Path, 
         autoencoder_fingerprint=exported.fingerprint,
     )
     card = Card.of(identity, created=time.time(), counters=Counters())
-    store = CheckpointStore(folder / "lm" / "checkpoints", world, run.require_lm().training.checkpoint, name)
+    store = CheckpointStore(
+        RunFolder(folder).stage(Stage.LM).checkpoints, world, run.require_lm().training.checkpoint, name
+    )
     store.save(0, lambda shards: write_checkpoint(published, shards), card)
 
 

@@ -50,11 +50,11 @@ def disk_needs(
         metrics = METRICS_BYTES_PER_STEP * config.require_stage(stage).training.steps
         made = "the export, " if export else ""
         detail = f"{made}{kept} checkpoints of {bytes_text(size)}: {saves.kept_text(config, stage)}"
-        found.append(_need(stage, config.workdir / stage, kept * size + export + metrics, detail))
+        found.append(_need(stage, config.folder.stage(stage).path, kept * size + export + metrics, detail))
     if Stage.EVAL in stages and config.lm is not None:
         checkpoint = config.lm.training.checkpoint
         times = config.lm.training.steps // checkpoint.interval_steps if each_checkpoint else 0
-        found.append(_need("evaluation", config.workdir / "eval", (1 + times) * EVALUATION_BYTES))
+        found.append(_need("evaluation", config.folder.evaluations, (1 + times) * EVALUATION_BYTES))
     return found
 
 

@@ -93,9 +93,9 @@ def results_folder(config: RunConfig, card: Card, data_fingerprint: str) -> Path
     The run's own is what its checkpoint says. The data of a run are known by their place, so a result of the run's
     own split takes its name whatever was scored before.
     """
-    folder = config.workdir / "eval"
+    folder = config.folder.evaluations
     run = placed_in(config.workdir, card.config)
-    own_data = Path(run["data"]) if run.get("data") else config.workdir / "data"
+    own_data = Path(run["data"]) if run.get("data") else config.folder.data
     own_split = run.get("evaluation", {}).get("split", config.evaluation.split)
     if own_data.resolve() != config.data_dir.resolve() or own_split != config.evaluation.split:
         folder /= f"data-{data_fingerprint[:8]}"

@@ -15,6 +15,7 @@ from calm_scale.checkpoint.judge import find, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, TokenizerConfig
+from calm_scale.config.run_folder import Stage
 from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.world import World
 from calm_scale.stages.train import frozen_autoencoder
@@ -88,7 +89,7 @@ def open_model(
             raise ConfigError(
                 f"{world.world_size} ranks were started, and --tensor-parallel {tensor} needs a multiple of {tensor}"
             )
-        entry = verify(find(config.workdir / "lm", step).path)
+        entry = verify(find(config.folder.stage(Stage.LM).path, step).path)
         if entry.state not in ("complete", "suspect") or entry.card is None:
             raise CalmScaleError(
                 f"{entry.path}: {entry.state}: {entry.reason}; name another step with --step"
@@ -126,7 +127,7 @@ def trained_tokenizer(config: RunConfig, world: World, step: int | None = None) 
     """
     from data_prep.tokenizer import load_tokenizer
 
-    card = world.on_first(lambda: find(config.workdir / "lm", step).card)
+    card = world.on_first(lambda: find(config.folder.stage(Stage.LM).path, step).card)
     stored = card.config.get("tokenizer", {}) if card is not None and card.shards_fingerprint else {}
     trained = {name: stored[name] for name in ENCODES if name in stored}
     asked = config.tokenizer.model_dump()

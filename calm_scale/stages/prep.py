@@ -6,7 +6,6 @@ import sys
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
-from calm_scale.config.run_folder import CONFIG_FILE
 from calm_scale.stages.prepared import compress_shards
 from calm_scale.stages.run_folder import store_config
 
@@ -51,5 +50,5 @@ def run_prep(
 
 def _store(config: RunConfig) -> None:
     """Keep the document in the run's folder; one that prepares other data for a run leaves the run's own there."""
-    if config.data is None or not (config.workdir / CONFIG_FILE).exists():
+    if config.data is None or not config.folder.config.exists():
         store_config(config)

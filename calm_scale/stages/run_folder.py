@@ -15,7 +15,7 @@ from calm_scale.checkpoint.layout import CARD
 from calm_scale.config import ConfigError, RunConfig, to_yaml
 from calm_scale.config.exclusive import OccupiedError, exclusive
 from calm_scale.config.files import refuse_unwritable, write_atomically
-from calm_scale.config.run_folder import CONFIG_FILE
+from calm_scale.config.run_folder import CONFIG_FILE, RunFolder
 
 _LOCK = ".writing"
 
@@ -140,4 +140,4 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / CONFIG_FILE).is_file() or (folder / "slurm").is_dir()
+    return (folder / CONFIG_FILE).is_file() or RunFolder(folder).slurm.is_dir()

@@ -16,7 +16,7 @@ from calm_scale.accounting.report.run_sections import own_and_others
 from calm_scale.checkpoint.status import StageStatus, stage_status
 from calm_scale.config import RunConfig, load
 from calm_scale.config.errors import EXIT_OK
-from calm_scale.config.run_folder import CONFIG_FILE, TRAINED, Stage
+from calm_scale.config.run_folder import CONFIG_FILE, TRAINED, RunFolder, Stage
 from calm_scale.config.terminal import counted, reader_has_gone
 from calm_scale.stages.run_folder import runs_in
 from data_prep.shards.manifest import MANIFEST_NAME
@@ -43,7 +43,7 @@ def _views(runs: Sequence[Path]) -> Group:
     """Every run against one look at the queue; a SLURM that does not answer is said once."""
     seen = queue.look()
     parts: list[Group | Text] = [_view(run, seen) for run in runs]
-    if seen.error and any((run / "slurm").is_dir() for run in runs):
+    if seen.error and any(RunFolder(run).slurm.is_dir() for run in runs):
         parts.append(Text(f"the queue could not be asked: {seen.error}", style="dim"))
     return Group(*parts)
 
@@ -85,7 +85,7 @@ def _stages(run: Path, config: RunConfig | None, jobs: RunStatus) -> Table:
 
 
 def _prep_state(run: Path, config: RunConfig | None) -> str:
-    data = config.data_dir if config else run / "data"
+    data = config.data_dir if config else RunFolder(run).data
     splits = sorted(path.parent.name for path in data.glob(f"*/{MANIFEST_NAME}"))
     return f"done: {', '.join(splits)}" if splits else "not started" if not data.is_dir() else "unfinished"
 

@@ -44,7 +44,7 @@ class Sweep:
     @property
     def folder(self) -> Path:
         """Where the runs lie."""
-        return self.base.workdir / "sweep"
+        return self.base.folder.sweep
 
 
 def plan_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> Sweep:
@@ -136,7 +136,7 @@ def _placed(run: RunConfig, base: RunConfig, slug: str, own: Sequence[Stage]) ->
     return run.model_copy(
         update={
             "name": f"{base.name}-{slug}",
-            "workdir": base.workdir / "sweep" / slug,
+            "workdir": base.folder.sweep / slug,
             "tokenizer": run.tokenizer.model_copy(update={"path": run.tokenizer.path or base.tokenizer_path}),
             "data": None if Stage.PREP in own else base.data_dir,
             "lm": lm,

@@ -13,7 +13,7 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run import notes
-from calm_scale.config.run_folder import Stage
+from calm_scale.config.run_folder import Stage, StageFolder
 from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.departure import Departure, joined
 from calm_scale.runtime.determinism import set_deterministic
@@ -68,7 +68,7 @@ def run_loop(
 
     ``on_begin``: called on the first rank once it is settled that there is something to train.
     """
-    folder = config.workdir / stage
+    folder = config.folder.stage(stage).path
     config = as_prepared(config, train.manifest)
     config, interval = _with_save_interval(config, stage, world)
     training = config.require_stage(stage).training
@@ -91,7 +91,11 @@ def run_loop(
             telemetry.warn(note)
         telemetry.say(f"saves {interval}")
         store = CheckpointStore(
-            folder / "checkpoints", world, training.checkpoint, run_id=attempt.run_id, say=telemetry.say
+            StageFolder(folder).checkpoints,
+            world,
+            training.checkpoint,
+            run_id=attempt.run_id,
+            say=telemetry.say,
         )
         return fit(
             engine,
@@ -126,7 +130,7 @@ def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | N
     stop = StopSignals().install()
     stage = config.require_lm()
     tokens_per_sample = stage.backbone.positions * config.patch_size
-    folder, limit = config.workdir / "lm", stage.training.stall_seconds
+    folder, limit = config.folder.stage(Stage.LM).path, stage.training.stall_seconds
     set_deterministic(config.deterministic)
     with joined("lm", folder, limit, config.device, config.join_minutes * 60) as departure:
         world = departure.world
@@ -203,7 +207,7 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
     stage = config.require_autoencoder()
     tokens_per_sample = stage.patches * config.patch_size
     set_deterministic(config.deterministic)
-    folder, limit = config.workdir / "autoencoder", stage.training.stall_seconds
+    folder, limit = config.folder.stage(Stage.AUTOENCODER).path, stage.training.stall_seconds
     with joined("autoencoder", folder, limit, config.device, config.join_minutes * 60) as departure:
         world = departure.world
         beat = departure.watchdog.beat
@@ -243,7 +247,7 @@ def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step
 
 def _store_deepspeed_config(config: RunConfig, engine: DeepSpeedEngine) -> None:
     """The DeepSpeed JSON in use, printed and beside the checkpoints: `autoencoder/deepspeed.json`."""
-    path = config.workdir / "autoencoder" / "deepspeed.json"
+    path = config.folder.stage(Stage.AUTOENCODER).path / "deepspeed.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(engine.config, indent=2) + "\n", encoding="utf-8")
     print(
@@ -256,7 +260,7 @@ def _draw_latents(config: RunConfig, engine: DeepSpeedEngine) -> None:
     from calm_scale.autoencoder.plots import draw_report
 
     if engine.last_report is not None:
-        draw_report(engine.last_report, config.workdir / "autoencoder" / "latents.png")
+        draw_report(engine.last_report, config.folder.stage(Stage.AUTOENCODER).path / "latents.png")
 
 
 def _is_exported(config: RunConfig, outcome: Outcome) -> bool:
@@ -266,7 +270,7 @@ def _is_exported(config: RunConfig, outcome: Outcome) -> bool:
     if outcome.resumed_at != outcome.step:
         return False
     try:
-        return read_card(config.workdir / "autoencoder" / "export").steps == outcome.step
+        return read_card(config.folder.export).steps == outcome.step
     except ExportError:
         return False
 
@@ -281,7 +285,7 @@ def _export(
     if world.is_first:
         samples = outcome.step * stage.training.global_batch
         write_export(
-            config.workdir / "autoencoder" / "export",
+            config.folder.export,
             weights,
             config=stage.model,
             objective=stage.objective,

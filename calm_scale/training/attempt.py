@@ -17,6 +17,7 @@ from calm_scale.checkpoint.run_id import run_id
 from calm_scale.checkpoint.store import CheckpointStore, Found
 from calm_scale.config import CalmScaleError
 from calm_scale.config.exclusive import OccupiedError, exclusive
+from calm_scale.config.run_folder import StageFolder
 from calm_scale.record import ledger, metrics
 from calm_scale.record.json_lines import LineWriter
 from calm_scale.record.ledger import Activity, Cause, Event, Kind
@@ -24,7 +25,6 @@ from calm_scale.runtime.world import World
 from calm_scale.training.engine import Engine
 from launchers import environment
 
-FILE = ".lock"
 PATIENCE_SECONDS = 20.0
 """How long the ranks of a training that has just been killed may take to disappear."""
 
@@ -53,7 +53,7 @@ def claimed(folder: Path, world: World, patience: float = PATIENCE_SECONDS) -> I
 def _take(folder: Path, patience: float, held: contextlib.ExitStack) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        held.enter_context(exclusive(folder / FILE, patience=patience))
+        held.enter_context(exclusive(StageFolder(folder).lock, patience=patience))
     except OccupiedError as error:
         raise FolderInUseError(
             f"{folder} is being trained by {error.holder}: two at once would overwrite each other's checkpoints. "
@@ -80,7 +80,7 @@ def open_attempt(folder: Path, name: str, world: World) -> Attempt:
     """Looks up the run of a stage's folder (``<workdir>/lm``) and counts its earlier attempts. Every rank calls it."""
 
     def look_up() -> Attempt:
-        book, record = folder / "ledger.jsonl", folder / "metrics.jsonl"
+        book, record = StageFolder(folder).ledger, StageFolder(folder).metrics
         past = ledger.history(book)
         reached = max(ledger.highest_step(past), metrics.highest_step(record))
         number = max(ledger.next_attempt(past), metrics.next_attempt(record) if past.damaged else 0)
@@ -110,7 +110,7 @@ class Ledger:
     _last: float = 0.0
 
     def __post_init__(self) -> None:
-        self._lines = LineWriter(self.attempt.folder / "ledger.jsonl", self.warn, durable=True)
+        self._lines = LineWriter(StageFolder(self.attempt.folder).ledger, self.warn, durable=True)
 
     @contextlib.contextmanager
     def timing(self, activity: Activity) -> Iterator[None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from calm_scale.config.exclusive import exclusive
 from calm_scale.config.files import write_atomically
+from calm_scale.config.run_folder import RunFolder
 from launchers.errors import LaunchError
 from launchers.slurm.exclusions import Exclusions
 
@@ -50,7 +51,7 @@ class RunRecord:
 
     def __init__(self, workdir: Path) -> None:
         self.workdir = workdir
-        self.folder = workdir / "slurm"
+        self.folder = RunFolder(workdir).slurm
         self.state = self.folder / "state"
 
     def create(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calm_scale.config.run_folder import Stage
+from calm_scale.config.run_folder import RunFolder, Stage
 from launchers.slurm import queue
 from launchers.slurm.exclusions import Exclusion
 from launchers.slurm.notice import measured
@@ -82,13 +82,13 @@ def job_status(workdir: Path, seen: Queue | None = None) -> RunStatus:
 
 def _stage(
     record: RunRecord,
-    stage: str,
+    stage: Stage,
     submitted: SubmittedJob | None,
     jobs: dict[str, list[QueuedJob]],
     blind: bool,
 ) -> JobStatus:
     attempts = tuple(record.attempts(stage))
-    step_seconds, save_seconds = measured(record.workdir / stage / "ledger.jsonl")
+    step_seconds, save_seconds = measured(RunFolder(record.workdir).stage(stage).ledger)
     status = JobStatus(
         stage=stage,
         state="not submitted",

@@ -17,7 +17,7 @@ from typing import Literal
 from calm_scale.config import ConfigError, RunConfig, config_hash, to_yaml
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.files import write_atomically
-from calm_scale.config.run_folder import Stage
+from calm_scale.config.run_folder import RunFolder, Stage
 from launchers.slurm.enqueue import QueuedStage, enqueue
 from launchers.slurm.layout import StageShape, common_shape
 from launchers.slurm.notice import backstop_seconds, notice_seconds
@@ -80,7 +80,7 @@ def submit(
         ConfigError: a layout or a path that cannot work.
         LaunchError: SLURM does not answer or refuses a job; a queued job has another configuration.
     """
-    folder = config.workdir.absolute() / "slurm"
+    folder = RunFolder(config.workdir.absolute()).slurm
     return _submit([config], cluster, config.name, folder, dry_run, stages, str(config_path or config.name))
 
 
@@ -191,7 +191,7 @@ def _write(
         for config, record in zip(configs, records, strict=True)
     ]
     fixed = cluster.requeue.notice_seconds
-    notice = fixed or max(notice_seconds(record.workdir / stage / "ledger.jsonl") for record in records)
+    notice = fixed or max(notice_seconds(RunFolder(record.workdir).stage(stage).ledger) for record in records)
     excluded = sorted({entry.node for record in records for entry in record.exclusions.current()})
     text = render(
         shape,
@@ -212,7 +212,7 @@ def _progress_folder(config: RunConfig, stage: Stage) -> Path:
     """Where progress of a stage shows: checkpoints by step, or files."""
     if stage == Stage.PREP:
         return config.data_dir
-    return config.workdir / "eval" if stage == Stage.EVAL else config.workdir / stage / "checkpoints"
+    return config.folder.evaluations if stage == Stage.EVAL else config.folder.stage(stage).checkpoints
 
 
 def fingerprint(config: RunConfig, stage: Stage) -> str:

@@ -37,6 +37,7 @@ from calm_scale.accounting.twin import Comparison
 from calm_scale.config import config_hash
 from calm_scale.config.files import write_output
 from calm_scale.config.run import RunConfig
+from calm_scale.config.run_folder import RunFolder, Stage
 from calm_scale.record import ledger
 
 
@@ -107,7 +108,7 @@ def emit(
 def _as_run(subject: Subject) -> Subject:
     """The subject with the data-parallel size its last attempt ran at, where the configuration leaves it open."""
     lm, folder = subject.config.lm, subject.folder
-    book = folder / "lm" / "ledger.jsonl" if folder is not None else None
+    book = RunFolder(folder).stage(Stage.LM).ledger if folder is not None else None
     if lm is None or lm.parallel.data is not None or book is None or not book.is_file():
         return subject
     last = ledger.history(book).events[-1:]

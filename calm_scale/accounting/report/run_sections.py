@@ -396,10 +396,9 @@ def own_and_others(folder: Path) -> tuple[int, dict[str, int]]:
 
     Files are counted by their names; none is opened.
     """
-    others = Counter(
-        str(path.parent.relative_to(folder / "eval")) for path in (folder / "eval").glob("*/**/step_*.json")
-    )
-    return len(list((folder / "eval").glob("step_*.json"))), dict(sorted(others.items()))
+    results = RunFolder(folder).evaluations
+    others = Counter(str(path.parent.relative_to(results)) for path in results.glob("*/**/step_*.json"))
+    return len(list(results.glob("step_*.json"))), dict(sorted(others.items()))
 
 
 def flops_at(config: RunConfig, step: int) -> float:
@@ -424,7 +423,7 @@ def paper_points() -> list[ScorePoint]:
 
 
 def _found(folder: Path) -> Iterator[Score]:
-    for path in sorted((folder / "eval").rglob("*.json")):
+    for path in sorted(RunFolder(folder).evaluations.rglob("*.json")):
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -443,7 +442,7 @@ def _found(folder: Path) -> Iterator[Score]:
                 score.get("brierlm"),
                 (low, high),
                 score.get("undefined_because"),
-                _protocol_of(path.parent.relative_to(folder / "eval"), stored),
+                _protocol_of(path.parent.relative_to(RunFolder(folder).evaluations), stored),
                 provenance.get("text"),
                 follows_the_paper(stored),
             )

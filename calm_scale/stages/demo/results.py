@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calm_scale.checkpoint.judge import find
+from calm_scale.config.run_folder import RunFolder, Stage
 from calm_scale.evaluation.evaluate import EvaluationResult
 from calm_scale.evaluation.report import load as load_evaluation
 from calm_scale.record import ledger
@@ -75,17 +76,19 @@ class Results:
 
 def read_results(folder: DemoFolder, training_flops: float, layouts: list[str]) -> Results:
     """Read everything; a missing piece is an error, not a gap in the report."""
-    past = ledger.history(folder.run / "lm" / "ledger.jsonl")
+    past = ledger.history(RunFolder(folder.run).stage(Stage.LM).ledger)
     starts = [event for event in past.events if event.kind == "start"]
     if len(starts) < 2:
         raise DemoError(
             f"{folder.run / 'lm'}: the language model was to be stopped and resumed, but it was not"
         )
-    lm_rows = read_metrics(folder.run / "lm" / "metrics.jsonl")
+    lm_rows = read_metrics(RunFolder(folder.run).stage(Stage.LM).metrics)
     return Results(
-        autoencoder_rows=read_metrics(folder.run / "autoencoder" / "metrics.jsonl"),
+        autoencoder_rows=read_metrics(RunFolder(folder.run).stage(Stage.AUTOENCODER).metrics),
         lm_rows=lm_rows,
-        evaluation=load_evaluation(folder.run / "eval" / f"step_{lm_rows[-1]['step']:08d}.json"),
+        evaluation=load_evaluation(
+            RunFolder(folder.run).evaluations / f"step_{lm_rows[-1]['step']:08d}.json"
+        ),
         layouts=layouts,
         resumed_at=starts[-1].first_step,
         samples=_samples(folder.samples),

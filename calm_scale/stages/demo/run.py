@@ -11,6 +11,7 @@ from rich.rule import Rule
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
+from calm_scale.config.run_folder import StageFolder
 from calm_scale.record.metrics import highest_step
 from calm_scale.stages.demo.commands import DemoError, mpirun, run, shown
 from calm_scale.stages.demo.layout import FIRST_LAYOUT, SECOND_LAYOUT, DemoFolder
@@ -85,13 +86,13 @@ class _Demo:
         half = self.config.lm.training.steps // 2
         lm = self.folder.run / "lm"
         self._title("4 · CALM on Megatron-core: tensor parallel 2, stopped half way")
-        code = self._run(self._train_lm(FIRST_LAYOUT), stop_at=(lm / "metrics.jsonl", half))
+        code = self._run(self._train_lm(FIRST_LAYOUT), stop_at=(StageFolder(lm).metrics, half))
         if code != EXIT_REQUEUE:
             raise DemoError("the job was told to stop half way, but ran to its end")
-        self.layouts.append(newest_layout(lm / "checkpoints"))
+        self.layouts.append(newest_layout(StageFolder(lm).checkpoints))
         self._title("5 · resumed from the sharded checkpoint as pipeline parallel 2")
         self._run(self._train_lm(SECOND_LAYOUT))
-        self.layouts.append(newest_layout(lm / "checkpoints"))
+        self.layouts.append(newest_layout(StageFolder(lm).checkpoints))
 
     def evaluate(self) -> None:
         """BrierLM on the held-out documents."""
