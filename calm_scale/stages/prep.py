@@ -6,6 +6,7 @@ import sys
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
+from calm_scale.stages.prep_display import PrepProgressLine, show_plan, show_report, tell
 from calm_scale.stages.prepared import compress_shards
 from calm_scale.stages.run_folder import store_config
 
@@ -37,11 +38,21 @@ def run_prep(
     ranks = detect_ranks()
     if dry_run:
         if ranks.rank == 0:
-            seen = foresee(config, restart=restart)
-            seen.plan.show()
+            seen = foresee(config, restart=restart, tell=tell)
+            show_plan(seen.plan)
             sys.stdout.write(f"{config.data_dir}: {seen.found}\n")
         return EXIT_OK
-    report = prepare(config, ranks=ranks, restart=restart, on_accepted=lambda: _store(config))
+    with PrepProgressLine() as progress:
+        report = prepare(
+            config,
+            ranks=ranks,
+            restart=restart,
+            tell=tell,
+            on_accepted=lambda: _store(config),
+            on_progress=progress,
+        )
+    if ranks.rank == 0:
+        show_report(report)
     if compress and ranks.rank == 0:
         for split in report.splits:
             compress_shards(config.data_dir / split.name)

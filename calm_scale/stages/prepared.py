@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import SPLITS
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
 from calm_scale.config.terminal import counted
+from calm_scale.stages.prep_display import check_picture, draw_lengths, make_console, show_split
 
 if TYPE_CHECKING:
     from data_prep.shards.manifest import Manifest
@@ -22,7 +21,7 @@ def verify_shards(folder: Path) -> int:
     from data_prep.prep.prep_report import verify_tree
 
     found = verify_tree(folder)
-    console = _console()
+    console = make_console()
     for one in found:
         verdict = "whole" if one.ok else "DAMAGED"
         console.print(
@@ -37,29 +36,29 @@ def inspect_shards(
     folder: Path, sequence: int | None = None, tokenizer: Path | None = None, picture: Path | None = None
 ) -> int:
     """Print what a split holds; one sequence's text; the histogram of document lengths as a picture."""
-    from data_prep.prep.prep_report import (
-        checked_picture,
-        draw_lengths,
-        read_sequence,
-        show_split,
-        the_split,
-        tokenizer_of,
-    )
+    from data_prep.prep.prep_report import load_split_tokenizer, read_sequence, require_split
+    from data_prep.shards.manifest import Manifest
+    from data_prep.shards.reading import ShardDataset
 
-    console = _console()
-    folder = the_split(folder)
-    picture = picture and checked_picture(picture)
+    console = make_console()
+    folder = require_split(folder)
+    picture = picture and check_picture(picture)
+    manifest = Manifest.read(folder)
     if sequence is None:
-        show_split(folder, _console(soft_wrap=False))
+        ShardDataset(
+            folder, manifest.sequence_length
+        )  # refuses a shard that is missing, cut, or not the manifest's
+        show_split(folder, manifest)
     else:
-        stored = read_sequence(folder, sequence, tokenizer_of(folder, tokenizer))
+        stored = read_sequence(folder, sequence, load_split_tokenizer(folder, tokenizer))
         console.print(
             f"sequence {stored.index} · {len(stored.ids):,} tokens · {stored.shard.name} · from {stored.source}"
         )
         shown = (stored.text or "").replace("\x1b", "␛")  # a text must not drive the terminal
         console.print(shown)
     if picture is not None:
-        console.print(f"picture: {draw_lengths(folder, picture)}")
+        draw_lengths(manifest, picture)
+        console.print(f"picture: {picture}")
     return EXIT_OK
 
 
@@ -78,24 +77,24 @@ def expand_shards(folder: Path) -> int:
 
 
 def _turn(folder: Path, convert: Callable[[Path], Manifest], form: str) -> int:
-    from data_prep.prep.prep_report import the_split
+    from data_prep.prep.prep_report import require_split
     from data_prep.shards.manifest import Manifest
 
-    before = Manifest.read(the_split(folder)).shards
+    before = Manifest.read(require_split(folder)).shards
     after = convert(folder).shards
     turned = sum(was != now for was, now in zip(before, after, strict=True))
     done = f"{counted(turned, 'shard')} {form}" if turned else f"nothing to do, every shard is {form}"
-    _console().print(f"{folder}: {done}")
+    make_console().print(f"{folder}: {done}")
     return EXIT_OK
 
 
 def export_pair(folder: Path, prefix: Path) -> int:
     """Write a split as Megatron's ``.bin``/``.idx`` pair."""
     from data_prep.prep.megatron import export_megatron
-    from data_prep.prep.prep_report import the_split
+    from data_prep.prep.prep_report import require_split
 
-    count = export_megatron(the_split(folder), prefix)
-    _console().print(f"{counted(count, 'sequence')} written to {prefix}.bin and .idx")
+    count = export_megatron(require_split(folder), prefix)
+    make_console().print(f"{counted(count, 'sequence')} written to {prefix}.bin and .idx")
     return EXIT_OK
 
 
@@ -120,15 +119,10 @@ def import_pair(config: RunConfig, prefix: Path, split: str) -> int:
         stated=config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
     )
     store_definition(config.tokenizer_path, config.data_dir)
-    console = _console()
+    console = make_console()
     console.print(f"{manifest.num_sequences:,} sequences in {config.data_dir / split}")
     if PADDING_UNKNOWN in manifest.notes:
         console.print(
             "the pair does not say which ids are padding: all count as text, and its documents as documents"
         )
     return EXIT_OK
-
-
-def _console(*, soft_wrap: bool = True) -> Console:
-    """Prints paths and texts as they are: what looks like markup or an emoji's name in them is neither."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)

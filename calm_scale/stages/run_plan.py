@@ -16,6 +16,7 @@ from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.run_folder import TRAINED, Stage
 from calm_scale.stages.disk_needs import DiskNeed, disk_rows
 from calm_scale.stages.dry_run import two_columns
+from calm_scale.stages.prep_display import tell
 from data_prep.errors import TokenizerError
 from data_prep.prep.prep_plan import Estimate, estimate
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
@@ -53,7 +54,7 @@ def look_at_text(config: RunConfig) -> Text:
     except TokenizerError as error:
         no_tokenizer = str(error)
     try:
-        return Text(estimate(config), no_tokenizer=no_tokenizer)
+        return Text(estimate(config, tell), no_tokenizer=no_tokenizer)
     except (CalmScaleError, OSError) as error:
         return Text(None, str(error), no_tokenizer)
 

@@ -6,8 +6,7 @@ import fnmatch
 import glob
 import os
 import stat
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,10 +78,14 @@ def kind_of(path: Path) -> str | None:
     return next((kind for suffix, kind in _KINDS.items() if name.endswith(suffix)), None)
 
 
-def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
+def ignore(line: str) -> None:
+    """Takes a line for the user and drops it."""
+
+
+def list_inputs(sources: tuple[SourceConfig, ...], tell: Callable[[str], object] = ignore) -> list[Input]:
     """Every input of every source, in the order in which its documents will stand.
 
-    Files of no known extension are left out; one line a source on stderr counts them.
+    Files of no known extension are left out; ``tell`` is given one line a source that counts them.
 
     Raises:
         SourceMistakeError: a pattern matches nothing readable, a file or a dataset is named twice, something that may
@@ -109,7 +112,10 @@ def list_inputs(sources: tuple[SourceConfig, ...]) -> list[Input]:
                 if claims.claim(str(path.resolve()), number, _shown(path))
             ]
         if unknown:
-            _tell_left_out(number, list(unknown))
+            tell(
+                f"prep.sources[{number}]: {_count_files(list(unknown))} left out, of no known extension "
+                f"({', '.join(_KINDS)})"
+            )
     return inputs
 
 
@@ -157,17 +163,11 @@ def _nothing(pattern: str, found: list[Path]) -> str:
         return f"the folder {_shown(path)} holds no file to read ({known})"
     if found == [path]:
         return f"{_shown(path)} has no known extension ({known})"
-    others = f": {_some(found)} of no known extension ({known})" if found else ""
+    others = f": {_count_files(found)} of no known extension ({known})" if found else ""
     return f"prep.sources: nothing readable matches {pattern!r}{others}; check the path"
 
 
-def _tell_left_out(number: int, unknown: list[Path]) -> None:
-    sys.stderr.write(
-        f"prep.sources[{number}]: {_some(unknown)} left out, of no known extension ({', '.join(_KINDS)})\n"
-    )
-
-
-def _some(paths: list[Path]) -> str:
+def _count_files(paths: list[Path]) -> str:
     names = [_shown(path) for path in paths[:_NAMED]] + ["…"] * (len(paths) > _NAMED)
     return f"{counted(len(paths), 'file')} ({', '.join(names)})"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 import uuid
@@ -12,10 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any, TypeVar, cast
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import CalmScaleError
@@ -27,6 +23,7 @@ from data_prep.errors import (
     StarvedSplitError,
     explain,
 )
+from data_prep.inputs import ignore
 from data_prep.prep.assemble import (
     check_limit,
     collect,
@@ -38,7 +35,15 @@ from data_prep.prep.journal import UNFINISHED, Journal, has_digest
 from data_prep.prep.prep_plan import Plan, check_disk, make_plan
 from data_prep.prep.prep_report import PrepReport, store_definition, summarise
 from data_prep.prep.segment import TaskName, build_task, find_duplicates
-from data_prep.prep.workers import Ranks, StoppedError, Worker, detect_ranks, run_workers, total_progress
+from data_prep.prep.workers import (
+    Progress,
+    Ranks,
+    StoppedError,
+    Worker,
+    detect_ranks,
+    run_workers,
+    total_progress,
+)
 from data_prep.shards import read_header
 from data_prep.shards.compressed import ColdShard, remove_unnamed
 from data_prep.shards.manifest import FolderLock, Manifest, TokenCounts, check_lock
@@ -48,7 +53,32 @@ T = TypeVar("T")
 LOG_NAME = "prep.log.jsonl"
 _POLL_SECONDS = 0.5
 _LOG_SECONDS = 5.0
-_PLAIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class PassProgress:
+    """How far a pass over the corpus is.
+
+    Attributes:
+        task: the pass, ``hash`` or ``encode``.
+        text_bytes: estimated bytes of text of the whole corpus; 0 where that is not known.
+        seconds: since the pass began.
+        done: the sum over all workers.
+    """
+
+    task: TaskName
+    text_bytes: int
+    seconds: float
+    done: Progress
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """What the caller is told of, by rank 0."""
+
+    tell: Callable[[str], object]
+    on_accepted: Callable[[], object]
+    on_progress: Callable[[PassProgress], object]
 
 
 @dataclass(frozen=True)
@@ -65,100 +95,95 @@ def prepare(
     *,
     ranks: Ranks | None = None,
     restart: bool = False,
-    show: bool = True,
+    tell: Callable[[str], object] = ignore,
     on_accepted: Callable[[], object] = lambda: None,
+    on_progress: Callable[[PassProgress], object] = lambda seen: None,
 ) -> PrepReport:
     """Carry out the ``prep`` section of ``config`` into ``config.data_dir``.
 
     Under mpirun or ``srun --mpi=pmix`` every rank is a worker; otherwise ``prep.workers`` processes are. An
-    interrupted prep goes on where it was; a finished one is recognised and left as it is. ``restart`` discards
-    earlier work first. ``show`` draws a progress line and the summary (rank 0). ``on_accepted`` is called there when
-    nothing speaks against these settings in this folder.
+    interrupted prep goes on where it was; a finished one is recognised and left as it is. Rank 0 calls the last three.
+
+    Args:
+        restart: discard earlier work first.
+        tell: is given a line on inputs that are left out.
+        on_accepted: is called when nothing speaks against these settings in this folder.
+        on_progress: is called twice a second, from a thread.
 
     Raises:
-        CalmScaleError: on every rank, with the text of the error that ended the run.
+        CalmScaleError: on every rank, the error that ended the run.
     """
     ranks = detect_ranks() if ranks is None else ranks
+    listener = _Listener(tell, on_accepted, on_progress)
     try:
-        report = _prepare(config, ranks, on_accepted, restart=restart, show=show)
+        return _prepare(config, ranks, listener, restart=restart)
     except EncoderMismatchError as error:
         if config.tokenizer.on_mismatch != "fallback":
             raise
         reference = config.tokenizer.model_copy(update={"encoder": error.reference})
         config = config.model_copy(update={"tokenizer": reference})
-        report = _prepare(config, ranks, on_accepted, restart=True, show=show)
-    if show and ranks.rank == 0:
-        report.show()
-    return report
+        return _prepare(config, ranks, listener, restart=True)
 
 
-def _prepare(
-    config: RunConfig, ranks: Ranks, on_accepted: Callable[[], object], *, restart: bool, show: bool
-) -> PrepReport:
+def _prepare(config: RunConfig, ranks: Ranks, listener: _Listener, *, restart: bool) -> PrepReport:
     started = time.perf_counter()
     with ExitStack() as stack:
         loaded: list[Tokenizer] = []
 
-        def begin() -> _Begun | None:
-            if ranks.rank:
-                return None
-            found = _begin(config, stack, loaded, restart=restart)
-            on_accepted()
+        def begin() -> _Begun:
+            found = _begin(config, stack, loaded, listener.tell, restart=restart)
+            listener.on_accepted()
             return found
 
-        begun = _together(ranks, begin)[0]
-        if begun is None:
-            raise PrepError("rank 0 did not begin")
+        begun = _on_first(ranks, begin)
         if begun.done is not None:
             return begun.done
-        tokenizer = _together_quietly(ranks, lambda: _tokenizer(config, loaded))
+        tokenizer = _everywhere(ranks, lambda: _load(config, loaded))
         if begun.plan.prep.deduplicate:
-            _pass(config, begun, "hash", tokenizer, ranks, show)
-            _together(
-                ranks,
-                lambda: find_duplicates(begun.journal, len(begun.plan.inputs)) if ranks.rank == 0 else 0,
-            )
+            _pass(config, begun, "hash", tokenizer, ranks, listener)
+            _on_first(ranks, lambda: find_duplicates(begun.journal, len(begun.plan.inputs)))
         try:
-            _pass(config, begun, "encode", tokenizer, ranks, show)
+            _pass(config, begun, "encode", tokenizer, ranks, listener)
         except EncoderMismatchError:
             if ranks.rank == 0:
                 begun.journal.clear()  # the encoder was wrong from the start, not from this document on
             raise
-
-        def conclude() -> PrepReport | None:
-            return _conclude(begun, tokenizer, ranks, started) if ranks.rank == 0 else None
-
-        report = _together(ranks, conclude)[0]
-        if report is None:
-            raise PrepError("rank 0 did not finish")
-        return report
+        return _on_first(ranks, lambda: _conclude(begun, tokenizer, ranks, started))
 
 
-def _together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Every rank's result on every rank; one rank's error ends all of them with its text."""
-    result: T | None = None
-    failure: CalmScaleError | None = None
+def _on_first(ranks: Ranks, action: Callable[[], T]) -> T:
+    """The result of rank 0 on every rank; its error is raised on every rank."""
+    result, error = _try(ranks, action) if ranks.rank == 0 else (None, None)
+    outcomes: list[T] = _share(ranks, result, error)
+    return outcomes[0]
+
+
+def _everywhere(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Each rank's own result, which is not sent; one rank's error is raised on every rank."""
+    result, error = _try(ranks, action)
+    _share(ranks, None, error)
+    return cast("T", result)
+
+
+def _try(ranks: Ranks, action: Callable[[], T]) -> tuple[T | None, CalmScaleError | None]:
     try:
-        result = action()
+        return action(), None
     except CalmScaleError as error:
-        failure = error
+        return None, error
     except Exception as error:
-        failure = PrepError(explain(error, f"rank {ranks.rank}"))
-    outcomes = ranks.gather((result, failure))
+        return None, PrepError(explain(error, f"rank {ranks.rank}"))
+
+
+def _share(ranks: Ranks, result: Any, error: CalmScaleError | None) -> list[Any]:
+    """Every rank's result; raises the error that ended the others, rather than one that says that others failed."""
+    outcomes = ranks.gather((result, error))
     errors = [error for _, error in outcomes if error is not None]
     if errors:
         raise next((e for e in errors if not isinstance(e, StoppedError)), errors[0])
     return [value for value, _ in outcomes]
 
 
-def _together_quietly(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Like ``_together`` for results that cannot be sent: everyone keeps its own."""
-    kept: list[T] = []
-    _together(ranks, lambda: kept.append(action()))
-    return kept[0]
-
-
-def _tokenizer(config: RunConfig, loaded: list[Tokenizer]) -> Tokenizer:
+def _load(config: RunConfig, loaded: list[Tokenizer]) -> Tokenizer:
     return loaded[0] if loaded else load_tokenizer(config.tokenizer, config.tokenizer_path, verified=True)
 
 
@@ -170,13 +195,13 @@ class Foresight:
     found: str
 
 
-def foresee(config: RunConfig, *, restart: bool = False) -> Foresight:
+def foresee(config: RunConfig, *, restart: bool = False, tell: Callable[[str], object] = ignore) -> Foresight:
     """What ``prepare`` would do, without writing anything.
 
     Raises:
         CalmScaleError: the error with which ``prepare`` would refuse.
     """
-    plan = make_plan(config, load_tokenizer(config.tokenizer, config.tokenizer_path))
+    plan = make_plan(config, load_tokenizer(config.tokenizer, config.tokenizer_path), tell)
     journal = Journal(config.data_dir, "foreseen")
     check_lock(config.data_dir)
     if not restart and _find_done(plan, journal) is not None:
@@ -192,10 +217,17 @@ def foresee(config: RunConfig, *, restart: bool = False) -> Foresight:
     return Foresight(plan, found)
 
 
-def _begin(config: RunConfig, stack: ExitStack, loaded: list[Tokenizer], *, restart: bool) -> _Begun:
+def _begin(
+    config: RunConfig,
+    stack: ExitStack,
+    loaded: list[Tokenizer],
+    tell: Callable[[str], object],
+    *,
+    restart: bool,
+) -> _Begun:
     """Rank 0: verify the tokenizer, make the plan, take the folder."""
     loaded.append(load_tokenizer(config.tokenizer, config.tokenizer_path))
-    plan = make_plan(config, loaded[0])
+    plan = make_plan(config, loaded[0], tell)
     journal = Journal(config.data_dir, uuid.uuid4().hex[:12])
     stack.enter_context(FolderLock(config.data_dir))
     if not restart and (done := _find_done(plan, journal)) is not None:
@@ -239,13 +271,13 @@ def _find_done(plan: Plan, journal: Journal) -> PrepReport | None:
 
 
 def _pass(
-    config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer, ranks: Ranks, show: bool
+    config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer, ranks: Ranks, listener: _Listener
 ) -> None:
     """One pass over the corpus by every rank."""
     with ExitStack() as stack:
         if ranks.rank == 0:
-            stack.enter_context(ProgressLine(begun.plan, begun.journal, task, show=show))
-        _together(ranks, lambda: _work(config, begun, task, tokenizer, ranks))
+            stack.enter_context(_PassWatch(begun.plan, begun.journal, task, listener.on_progress))
+        _everywhere(ranks, lambda: _work(config, begun, task, tokenizer, ranks))
 
 
 def _work(config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer, ranks: Ranks) -> None:
@@ -316,72 +348,40 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
     return report
 
 
-class ProgressLine:
-    """Shows and logs the sum over all workers while the ``with`` block runs."""
+class _PassWatch:
+    """Logs the sum over all workers while the ``with`` block runs, and hands it on twice a second."""
 
-    def __init__(self, plan: Plan, journal: Journal, task: str, *, show: bool) -> None:
-        self._plan, self._journal, self._task, self._show = plan, journal, task, show
+    def __init__(
+        self, plan: Plan, journal: Journal, task: TaskName, on_progress: Callable[[PassProgress], object]
+    ) -> None:
+        self._plan, self._journal, self._task, self._on_progress = plan, journal, task, on_progress
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._started = time.monotonic()
-        self._console = Console(file=sys.stderr)
 
-    def __enter__(self) -> ProgressLine:
-        log_event(
-            self._journal.data_dir,
-            "start",
-            task=self._task,
-            plan=self._plan.key,
-            text_bytes=self._plan.text_bytes,
-        )
+    def __enter__(self) -> None:
+        plan = self._plan
+        log_event(self._journal.data_dir, "start", task=self._task, plan=plan.key, text_bytes=plan.text_bytes)
         self._thread.start()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._stop.set()
         self._thread.join()
-        event = "workers done" if kind is None else "failed"
-        log_event(
-            self._journal.data_dir,
-            event,
-            **self._numbers(),
-            **({"error": str(error) or kind.__name__} if kind else {}),
-        )
+        failure = {"error": str(error) or kind.__name__} if kind else {}
+        event = "failed" if kind else "workers done"
+        log_event(self._journal.data_dir, event, **asdict(self._sum()), **failure)
 
-    def _numbers(self) -> dict[str, Any]:
-        return asdict(total_progress(self._journal.attempt_dir / "progress", self._task))
+    def _sum(self) -> Progress:
+        return total_progress(self._journal.attempt_dir / "progress", self._task)
 
     def _run(self) -> None:
-        columns = (
-            TextColumn(f"prep · {self._task}"),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-        )
-        terminal = self._show and self._console.is_terminal
-        with Progress(*columns, console=self._console, transient=True, disable=not terminal) as bar:
-            task = bar.add_task(
-                "prep", total=max(1, self._plan.text_bytes) if self._plan.text_bytes else None, numbers=""
-            )
-            logged = told = time.monotonic()
-            while not self._stop.wait(_POLL_SECONDS):
-                numbers = self._numbers()
-                line = self._line(numbers)
-                bar.update(task, completed=numbers["text_bytes"], numbers=line)
-                now = time.monotonic()
-                if now - logged >= _LOG_SECONDS:
-                    logged = now
-                    log_event(self._journal.data_dir, "progress", **numbers)
-                if self._show and not terminal and now - told >= _PLAIN_SECONDS:
-                    told = now
-                    self._console.print(f"prep: {line}", highlight=False)
-
-    def _line(self, numbers: dict[str, Any]) -> str:
-        seconds = max(1e-9, time.monotonic() - self._started)
-        return (
-            f"{numbers['documents']:,} documents · {numbers['text_bytes'] / seconds / 1e6:.1f} MB/s · "
-            f"{numbers['tokens'] / seconds / 1e6:.2f} Mtok/s · {numbers['quarantined']:,} quarantined"
-        )
+        logged = time.monotonic()
+        while not self._stop.wait(_POLL_SECONDS):
+            done, now = self._sum(), time.monotonic()
+            self._on_progress(PassProgress(self._task, self._plan.text_bytes, now - self._started, done))
+            if now - logged >= _LOG_SECONDS:
+                logged = now
+                log_event(self._journal.data_dir, "progress", **asdict(done))
 
 
 def log_event(data_dir: Path, event: str, **values: Any) -> None:

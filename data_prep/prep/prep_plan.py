@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,15 +12,12 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from rich.console import Console
-from rich.table import Table
 
 from calm_scale.config import RunConfig
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from calm_scale.config.errors import ConfigError
-from calm_scale.config.terminal import counted
 from data_prep.errors import PrepError, SourceError, SourceMistakeError
-from data_prep.inputs import Input, list_inputs
+from data_prep.inputs import Input, ignore, list_inputs
 from data_prep.inputs.records import Reader
 from data_prep.shards import SUFFIX, token_dtype
 from data_prep.tokenizer import Tokenizer, load_tokenizer
@@ -99,46 +96,18 @@ class Plan:
         """Estimated bytes of shards."""
         return int(self.text_bytes / self.bytes_per_token * np.dtype(self.dtype).itemsize * SHARD_OVERHEAD)
 
-    def show(self, console: Console | None = None) -> None:
-        """Print the plan: inputs, disk and time (at 60 MB/s a worker)."""
-        console = console or Console(highlight=False, markup=False)
-        table = Table(title="prep plan", title_justify="left")
-        for column in ("source", "inputs", "stored", "text (estimate)", "weight"):
-            table.add_column(column, justify="left" if column == "source" else "right")
-        for number, source in enumerate(self.prep.sources):
-            mine = [item for item in self.inputs if item.source == number]
-            size, text = sum(i.size for i in mine), sum(i.text_bytes for i in mine)
-            table.add_row(
-                source.label,
-                f"{len(mine):,}",
-                f"{size / 1e6:,.1f} MB",
-                f"{text / 1e6:,.1f} MB",
-                f"{source.weight:g}",
-            )
-        console.print(table)
-        seconds = self.text_bytes / (BYTES_PER_SECOND * self.prep.workers)
-        segments = sum(self.expected_segments(item) for item in self.inputs)
-        console.print(
-            f"splits: {', '.join(f'{s.name} {s.high - s.low:.4g}' for s in self.splits)} · packing: "
-            f"{self.prep.packing} · sequences of {self.prep.sequence_length:,} {self.dtype} ids, K-aligned to "
-            f"{self.prep.alignment}\n"
-            f"about {self.text_bytes / self.bytes_per_token / 1e6:,.1f} M tokens, {self.bytes_per_token:.2f} bytes "
-            f"each, {self.disk_bytes / 1e9:,.3f} GB of "
-            f"shards in about {counted(segments, 'segment')} of {self.segment_bytes / 1e6:,.1f} MB, "
-            f"{_duration(seconds)} with {counted(self.prep.workers, 'worker')}"
-        )
+    @property
+    def seconds(self) -> float:
+        """Estimated wall-clock time with this plan's workers."""
+        return self.text_bytes / (BYTES_PER_SECOND * self.prep.workers)
 
     def expected_segments(self, item: Input) -> int:
         """Estimated segments of one input, at least 1."""
         return max(1, -(-item.text_bytes // self.segment_bytes))
 
 
-def _duration(seconds: float) -> str:
-    return f"{max(seconds, 1):,.0f} s" if seconds < 60 else f"{seconds / 60:,.1f} min"
-
-
-def make_plan(config: RunConfig, tokenizer: Tokenizer) -> Plan:
-    """List the inputs and settle every choice that decides the bytes.
+def make_plan(config: RunConfig, tokenizer: Tokenizer, tell: Callable[[str], object] = ignore) -> Plan:
+    """List the inputs and settle every choice that decides the bytes; ``tell`` is given a line on what is left out.
 
     Raises:
         ConfigError: no ``prep`` section, or the tokenizer does not fit the vocabulary or the packing.
@@ -149,7 +118,7 @@ def make_plan(config: RunConfig, tokenizer: Tokenizer) -> Plan:
     if prep is None:
         raise ConfigError("prep: this configuration has no `prep` section, so there is nothing to prepare")
     check_tokenizer(prep, config.vocab_size, tokenizer)
-    inputs = tuple(list_inputs(prep.sources))
+    inputs = tuple(list_inputs(prep.sources, tell))
     text = sum(item.text_bytes for item in inputs)
     return Plan(
         prep=prep,
@@ -262,8 +231,8 @@ class Estimate:
         return self.text_bytes / (BYTES_PER_SECOND * workers)
 
 
-def estimate(config: RunConfig) -> Estimate:
-    """Look at the inputs of a run's prep; reads a few megabytes at most.
+def estimate(config: RunConfig, tell: Callable[[str], object] = ignore) -> Estimate:
+    """Look at the inputs of a run's prep; reads a few megabytes at most. ``tell``: see ``make_plan``.
 
     Raises:
         ConfigError: there is no ``prep`` section.
@@ -271,7 +240,7 @@ def estimate(config: RunConfig) -> Estimate:
     """
     if config.prep is None:
         raise ConfigError(f"run {config.name}: there is no `prep` section")
-    inputs = list_inputs(config.prep.sources)
+    inputs = list_inputs(config.prep.sources, tell)
     text = sum(item.text_bytes for item in inputs)
     measured = measure(inputs, config.prep, _load_tokenizer(config))
     return Estimate(

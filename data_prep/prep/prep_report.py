@@ -1,29 +1,20 @@
-"""What a prep reports when it is done: a table for people, a file for programs."""
+"""The report of a finished prep, the check of everything that it wrote, and a look at single sequences."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.files import (
     checked,
-    is_regular,
     new_file,
-    refuse_unwritable,
     write_atomically,
-    write_output,
 )
-from calm_scale.config.terminal import counted
 from data_prep.errors import ShardError, ShardMistakeError, TokenizerMistakeError
 from data_prep.prep.journal import SourceCounts
 from data_prep.shards.manifest import (
@@ -51,8 +42,6 @@ _OF_THIS_RUN = {
     "encoder",
     "already_done",
 }
-_LONGEST_BAR = 40
-_PICTURES = ("png", "pdf", "svg", "eps", "jpg", "jpeg", "webp")
 
 
 class SplitSummary(BaseModel):
@@ -118,60 +107,6 @@ class PrepReport(BaseModel):
         except (OSError, ValueError):
             return None
 
-    def show(self, console: Console | None = None) -> None:
-        """Print the summary table."""
-        console = console or Console(highlight=False, markup=False)
-        rate = self.steady_bytes / self.steady_seconds / 1e6 if self.steady_seconds else 0.0
-        table = Table(title=f"prep · {self.data_dir}", title_justify="left")
-        for column in ("split", "documents", "sequences", "tokens", "padding", "tail"):
-            table.add_column(column, justify="left" if column == "split" else "right")
-        for s in self.splits:
-            table.add_row(
-                s.name, *(f"{n:,}" for n in (s.documents, s.num_sequences, s.tokens, s.padding, s.tail))
-            )
-        console.print(table)
-        rejected = self.documents["quarantined"]
-        console.print(
-            f"{self.documents['read']:,} records read, {self.documents['kept']:,} documents kept, "
-            f"{sum(rejected.values()):,} quarantined"
-        )
-        if self.already_done:
-            console.print("already complete: nothing was redone")
-        else:
-            console.print(
-                f"{self.text_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s ({rate:,.1f} MB/s once started, "
-                f"workers: {self.workers}, {self.peak_megabytes:,.0f} MB each at most, encoder: {self.encoder})"
-            )
-        for kind, count in rejected.items():
-            console.print(f"  quarantined · {kind}: {count:,}")
-        for name, why in self.corrupt_inputs.items():
-            console.print(f"  left out · {name}: {why}")
-        self._show_sources(console)
-        if self.notes.get("zstd_frames_without_checksum"):
-            bare, frames = self.notes["zstd_frames_without_checksum"], self.notes["zstd_frames"]
-            console.print(
-                f"  {bare:,} of {frames:,} zstd frames carry no checksum: damage inside them cannot be noticed"
-            )
-        if self.quarantine:
-            console.print(f"  rejected records: {self.quarantine}")
-
-    def _show_sources(self, console: Console) -> None:
-        """One line a source where there are several, and one for each source or input without a usable record."""
-        for number, source in enumerate(self.sources if len(self.sources) > 1 else []):
-            console.print(
-                f"  source {number} · {source.name}: {source.read:,} records, {source.kept:,} kept, "
-                f"quarantined: {_list_kinds(source.quarantined)}"
-            )
-        for name, why in self.unusable_inputs.items():
-            console.print(f"  no usable record · {name}: {why}")
-        empty = sum(source.unusable for source in self.sources)
-        if empty:
-            console.print(f"  inputs without a usable record: {empty:,}")
-
-
-def _list_kinds(quarantined: dict[str, int]) -> str:
-    return ", ".join(f"{kind} {count:,}" for kind, count in quarantined.items()) or "none"
-
 
 def summarise(manifest: Manifest) -> SplitSummary:
     """One split's line of the report."""
@@ -202,12 +137,10 @@ class Verification:
         return not self.problems
 
 
-def verify_split(
-    split_dir: Path, on_shard: Callable[[int, int], None] = lambda done, total: None
-) -> Verification:
+def verify_split(split_dir: Path) -> Verification:
     """Check the manifest's arithmetic, and of every shard the header, the checksum, the largest id and K.
 
-    ``on_shard(done, total)`` is told of progress. Problems are collected, not raised.
+    Problems are collected, not raised.
     """
     found = Verification(split_dir)
     try:
@@ -216,12 +149,11 @@ def verify_split(
         found.problems.append(str(error))
         return found
     found.fingerprint = manifest.fingerprint
-    for done, entry in enumerate(manifest.shards, 1):
+    for entry in manifest.shards:
         found.problems += find_shard_problems(split_dir, manifest, entry)
         found.num_shards += 1
         found.num_tokens += entry.num_sequences * manifest.sequence_length
-        on_shard(done, len(manifest.shards))
-    found.problems += _manifest_problems(manifest)
+    found.problems += _check_manifest(manifest)
     return found
 
 
@@ -241,7 +173,7 @@ def verify_tree(directory: Path) -> list[Verification]:
             f"{directory} holds no prepared split (no {MANIFEST_NAME}); run `calm-scale prep` first"
         )
     found = [verify_split(split) for split in splits or [directory]]
-    if splits and (directory / MANIFEST_NAME).exists() and (wrong := _report_problems(directory, report)):
+    if splits and (directory / MANIFEST_NAME).exists() and (wrong := _check_report(directory, report)):
         found.append(Verification(directory, problems=wrong))
     for one in found:
         if one.fingerprint and stated.get(one.directory, one.fingerprint) != one.fingerprint:
@@ -249,7 +181,7 @@ def verify_tree(directory: Path) -> list[Verification]:
     return found
 
 
-def _report_problems(directory: Path, report: PrepReport | None) -> list[str]:
+def _check_report(directory: Path, report: PrepReport | None) -> list[str]:
     """What is wrong with the manifest of a whole prep, beside the splits' own.
 
     A split that is missing, damaged or another one is told of elsewhere.
@@ -280,7 +212,7 @@ def _report_problems(directory: Path, report: PrepReport | None) -> list[str]:
     return problems
 
 
-def _manifest_problems(manifest: Manifest) -> list[str]:
+def _check_manifest(manifest: Manifest) -> list[str]:
     problems = []
     stored = sum(s.num_sequences for s in manifest.shards)
     if stored != manifest.num_sequences or stored * manifest.sequence_length != manifest.tokens.stored:
@@ -310,38 +242,6 @@ def _manifest_problems(manifest: Manifest) -> list[str]:
     return problems
 
 
-def show_verification(directory: Path, console: Console | None = None) -> bool:
-    """Verify, print one line per split and every problem; whether all is well.
-
-    Raises:
-        ShardError: there is no split in ``directory``.
-    """
-    console = console or Console(highlight=False, emoji=False)
-    found = verify_tree(directory)
-    for split in found:
-        state = "ok" if split.ok else counted(len(split.problems), "problem")
-        console.print(
-            f"{split.directory}: {state} · {counted(split.num_shards, 'shard')}, {split.num_tokens:,} tokens",
-            markup=False,
-        )
-        for problem in split.problems:
-            console.print(f"  {problem}", markup=False)
-    return all(split.ok for split in found)
-
-
-class Decodes(Protocol):
-    """What inspection needs of a tokenizer."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of its behaviour."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of ids."""
-        ...
-
-
 @dataclass(frozen=True)
 class StoredSequence:
     """One stored sequence: its ids (without what fills it up), where they came from, and their text where a
@@ -363,7 +263,7 @@ def store_definition(origin: Path, data_dir: Path) -> Path:
     return target
 
 
-def the_split(folder: Path) -> Path:
+def require_split(folder: Path) -> Path:
     """``folder``, when it is a split.
 
     Raises:
@@ -378,7 +278,7 @@ def the_split(folder: Path) -> Path:
     return folder
 
 
-def tokenizer_of(split_dir: Path, path: Path | None = None) -> Tokenizer:
+def load_split_tokenizer(split_dir: Path, path: Path | None = None) -> Tokenizer:
     """The tokenizer a split was made with: from ``path``, from the copy beside the split, or from where it was.
 
     Raises:
@@ -405,7 +305,7 @@ def tokenizer_of(split_dir: Path, path: Path | None = None) -> Tokenizer:
     return load_tokenizer(stated.model_copy(update={"encoder": tokenizer.judge_name}), place)
 
 
-def read_sequence(split_dir: Path, index: int, tokenizer: Decodes | None = None) -> StoredSequence:
+def read_sequence(split_dir: Path, index: int, tokenizer: Tokenizer | None = None) -> StoredSequence:
     """Sequence ``index`` of a split, decoded with ``tokenizer``.
 
     Raises:
@@ -424,88 +324,3 @@ def read_sequence(split_dir: Path, index: int, tokenizer: Decodes | None = None)
     shard = dataset.shard_of(index)
     text = tokenizer.decode(ids) if tokenizer is not None else None
     return StoredSequence(index, ids, shard, manifest.sources[shard.source].name, text)
-
-
-def show_split(split_dir: Path, console: Console | None = None) -> Manifest:
-    """Print a split's counts, sources, shards and document lengths.
-
-    Raises:
-        ShardError: a shard is missing, cut, or not the manifest's.
-    """
-    console = console or Console(highlight=False, emoji=False)
-    manifest = Manifest.read(split_dir)
-    ShardDataset(split_dir, manifest.sequence_length)
-    facts = Text(  # not a str: a path is no markup
-        f"{split_dir} · {manifest.num_sequences:,} sequences of {manifest.sequence_length:,} {manifest.dtype} ids, "
-        f"K-aligned to {manifest.alignment}, packing {manifest.packing}\n"
-        f"tokenizer {manifest.tokenizer} ({manifest.tokenizer_fingerprint}), largest id {manifest.max_id:,}, "
-        f"bos {manifest.bos_id}, eos {manifest.eos_id}, pad {manifest.pad_id}\nfingerprint {manifest.fingerprint}"
-    )
-    console.print(facts)
-    for title, counts in (("documents", manifest.documents), ("tokens", manifest.tokens)):
-        parts = [f"{name} {value:,}" for name, value in counts.model_dump().items() if isinstance(value, int)]
-        console.print(f"{title}: {' · '.join(parts)}")
-    for kind, count in manifest.documents.quarantined.items():
-        console.print(f"  quarantined · {kind}: {count:,}")
-    table = Table(title="sources", title_justify="left")
-    for column in ("source", "weight", "sequences", "shards"):
-        table.add_column(column, justify="left" if column == "source" else "right")
-    for number, source in enumerate(manifest.sources):
-        shards = sum(s.source == number for s in manifest.shards)
-        table.add_row(Text(source.name), f"{source.weight:g}", f"{source.num_sequences:,}", f"{shards:,}")
-    console.print(table)
-    most = max(manifest.length_histogram, default=0)
-    for power, count in enumerate(manifest.length_histogram):
-        if count:
-            line = f"{2**power:>10,}–{2 ** (power + 1) - 1:<10,} tokens {count:>12,} "
-            longest = min(_LONGEST_BAR, console.width - len(line))
-            console.print(line + "█" * max(1, round(longest * count / most)))
-    return manifest
-
-
-def draw_lengths(split_dir: Path, picture: Path) -> Path:
-    """Save a histogram of document lengths (tokens, base-2 bins); its place (``.png`` added where it has no extension).
-
-    Raises:
-        ShardMistakeError: the extension is of no picture that can be drawn.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    picture = checked_picture(picture)
-    manifest = Manifest.read(split_dir)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    powers = range(len(manifest.length_histogram))
-    axes.bar(powers, manifest.length_histogram, width=0.9, align="edge", color="#3b6ea8")
-    axes.set_xticks(list(powers), [f"{2**p:,}" for p in powers], rotation=60)
-    axes.set_xlabel("tokens in a document")
-    axes.set_ylabel("documents")
-    axes.set_title(f"{manifest.split}: {manifest.documents.kept:,} documents")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=110, format=picture.suffix[1:].lower() or "png")
-    write_output(picture, drawn.getvalue())
-    return picture
-
-
-def checked_picture(picture: Path) -> Path:
-    """Where a picture goes: ``.png`` added where ``picture`` has no extension.
-
-    Raises:
-        ShardMistakeError: it names a folder, or no format that can be drawn.
-    """
-    if picture.is_dir():
-        raise ShardMistakeError(
-            f"--picture {picture} is a folder; name a file in it: {picture / 'lengths.png'}"
-        )
-    refuse_unwritable(picture)
-    if not is_regular(picture):
-        return picture
-    if not picture.suffix:
-        return picture.with_name(picture.name + ".png")
-    if picture.suffix[1:].lower() not in _PICTURES:
-        raise ShardMistakeError(
-            f"--picture {picture}: {picture.suffix} is no format that can be drawn; use one of {', '.join(_PICTURES)}"
-        )
-    return picture

@@ -28,7 +28,7 @@ def split(tmp_path: Path, make_config: Callable[..., RunConfig], kit: SimpleName
     """A split of a few shards."""
     path = kit.write_lines(tmp_path / "in.jsonl", kit.make_texts(200))
     config = make_config(path, segment_megabytes=0.02)
-    prepare(config, show=False)
+    prepare(config)
     return config.data_dir / "train"
 
 

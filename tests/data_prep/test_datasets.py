@@ -42,23 +42,23 @@ def test_a_streamed_dataset_is_its_files(
     tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, folder: Path
 ) -> None:
     config = config_of(make_config, folder)
-    prepare(config, show=False)
+    prepare(config)
     plain = make_config(kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(60)), "plain", sequence_length=8)
-    prepare(plain, show=False)
+    prepare(plain)
     assert kit.count_text(config.data_dir / "train") == kit.count_text(plain.data_dir / "train")
     (folder / "train-00001.parquet").unlink()
     with pytest.raises(PrepMistakeError, match="other settings or inputs"):
-        prepare(config, show=False)
+        prepare(config)
 
 
 def test_a_split_or_folder_that_is_not_there_is_a_mistake(make_config: MakeConfig, folder: Path) -> None:
     with pytest.raises(SourceMistakeError, match=r"split 'test'.*Available splits: \['train'\]") as told:
-        prepare(config_of(make_config, folder, split="test"), show=False)
+        prepare(config_of(make_config, folder, split="test"))
     assert isinstance(told.value, ConfigError)
     with pytest.raises(SourceMistakeError, match="there is no dataset folder"):
-        prepare(config_of(make_config, folder / "none", "other"), show=False)
+        prepare(config_of(make_config, folder / "none", "other"))
     with pytest.raises(SourceMistakeError, match="has no field 'body'"):
-        prepare(config_of(make_config, folder, "third", text_field="body"), show=False)
+        prepare(config_of(make_config, folder, "third", text_field="body"))
 
 
 def test_a_hub_that_does_not_answer_is_given_up(
@@ -70,7 +70,7 @@ def test_a_hub_that_does_not_answer_is_given_up(
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: time.sleep(20))
     began = time.monotonic()
     with pytest.raises(SourceError, match=r"'org/none'.*did not answer within 0 s.*network"):
-        prepare(config_of(make_config, "org/none"), show=False)
+        prepare(config_of(make_config, "org/none"))
     assert time.monotonic() - began < 10
 
     def unreachable(*_: object, **__: object) -> None:
@@ -78,7 +78,7 @@ def test_a_hub_that_does_not_answer_is_given_up(
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     with pytest.raises(SourceError, match=r"Couldn't reach 'org/none'.*is the name right"):
-        prepare(config_of(make_config, "org/none", "other"), show=False)
+        prepare(config_of(make_config, "org/none", "other"))
 
 
 def saved(folder: Path, **splits: list[str]) -> Path:
@@ -96,14 +96,14 @@ def test_a_saved_dataset_without_rows_is_a_mistake(
 ) -> None:
     folder = saved(tmp_path / "saved", **splits)
     with pytest.raises(SourceMistakeError, match=r"saved' \(split 'train'\) holds no rows") as told:
-        prepare(config_of(make_config, folder), show=False)
+        prepare(config_of(make_config, folder))
     assert "network" not in str(told.value)
 
 
 def test_a_saved_dataset_says_which_splits_it_has(tmp_path: Path, make_config: MakeConfig) -> None:
     folder = saved(tmp_path / "saved", one=["a"], two=["b"])
     with pytest.raises(SourceMistakeError, match=r"'train'\) has no such split; it has: one, two"):
-        prepare(config_of(make_config, folder), show=False)
+        prepare(config_of(make_config, folder))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.002, 0.5, 0.99])
@@ -114,6 +114,6 @@ def test_a_saved_dataset_that_was_cut_is_a_failure_of_its_file(
     [file] = folder.glob("*.arrow")
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
     with pytest.raises(SourceError, match=r"saved'.* cannot be read: .*is it whole") as told:
-        prepare(config_of(make_config, folder), show=False)
+        prepare(config_of(make_config, folder))
     assert not isinstance(told.value, SourceMistakeError)
     assert "network" not in str(told.value)

@@ -34,7 +34,7 @@ def test_the_estimate_is_that_of_the_tokenizer(
         path, tokenizer={"path": str(tokenizer)}, vocab_size=vocabulary, packing=packing, keep_tail=["train"]
     )
     plan = foresee(config).plan
-    prepare(config, show=False)
+    prepare(config)
     assert plan.disk_bytes == pytest.approx(write_bytes_of(config), rel=0.1)
     assert estimate(config).shard_bytes == pytest.approx(plan.disk_bytes, rel=0.01)
 
@@ -45,7 +45,7 @@ def test_each_source_is_measured(tmp_path: Path, make_config: MakeConfig, kit: S
     sources = [{"paths": [str(plain)]}, {"paths": [str(dense)]}]
     config = make_config([], sources=sources, keep_tail=["train"])
     plan = foresee(config).plan
-    prepare(config, show=False)
+    prepare(config)
     assert plan.disk_bytes == pytest.approx(write_bytes_of(config), rel=0.1)
 
 
@@ -58,14 +58,14 @@ def test_a_shard_that_finds_no_room_is_told_with_path_and_bytes(
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
         with pytest.raises(PrepError) as caught:
-            prepare(config, show=False)
+            prepare(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     shard = config.data_dir / "train/000000-000000.shard"
     assert str(shard) in str(caught.value)
     assert "bytes were to be written, its file system has " in str(caught.value)
     assert not list(config.data_dir.rglob("*.part"))
-    prepare(config, show=False)
+    prepare(config)
     assert shard.exists()
 
 

@@ -15,7 +15,7 @@ from calm_scale.config import RunConfig
 from calm_scale.config.data import TokenizerConfig
 from data_prep.errors import TokenizerMistakeError
 from data_prep.prep import prepare
-from data_prep.prep.prep_report import read_sequence, tokenizer_of
+from data_prep.prep.prep_report import load_split_tokenizer, read_sequence
 from data_prep.shards.manifest import Manifest
 from data_prep.tokenizer import encoders, load_tokenizer
 
@@ -41,11 +41,11 @@ def test_a_split_is_inspected_with_the_encoder_that_made_it(
     tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, settings: dict[str, Any]
 ) -> None:
     config = make_config(kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(30)), tokenizer=settings)
-    prepare(config, show=False)
+    prepare(config)
     split = config.data_dir / "train"
     assert Manifest.read(split).provenance["tokenizer"]["encoder"] == "tokenizers"
-    assert tokenizer_of(split).encoder_name == "tokenizers"
-    assert read_sequence(split, 0, tokenizer_of(split)).text
+    assert load_split_tokenizer(split).encoder_name == "tokenizers"
+    assert read_sequence(split, 0, load_split_tokenizer(split)).text
 
 
 @pytest.mark.usefixtures("differing")
@@ -54,19 +54,19 @@ def test_a_split_whose_manifest_does_not_say_is_read_with_the_reference(
 ) -> None:
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(30))
     config = make_config(path, tokenizer={"encoder": "tokenizers"})
-    prepare(config, show=False)
+    prepare(config)
     split = config.data_dir / "train"
     manifest = Manifest.read(split)
     del manifest.provenance["tokenizer"]["encoder"]
     manifest.write(split)
-    assert read_sequence(split, 0, tokenizer_of(split)).text
+    assert read_sequence(split, 0, load_split_tokenizer(split)).text
 
 
 def test_the_manifest_does_not_bind_readers_to_a_fast_encoder(
     tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace
 ) -> None:
     config = make_config(kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(30)))
-    report = prepare(config, show=False)
+    report = prepare(config)
     stated = Manifest.read(config.data_dir / "train").provenance["tokenizer"]["encoder"]
     assert (report.encoder, stated) in (("fastokens", "auto"), ("tokenizers", "tokenizers"))
 
@@ -129,7 +129,7 @@ def test_a_tokenizer_that_cannot_encode_every_text_is_refused_in_one_line(
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(5))
     settings = {"path": str(broken), "encoder": encoder, "add_bos": False}
     with pytest.raises(TokenizerMistakeError, match=message) as refused:
-        prepare(make_config(path, tokenizer=settings), show=False)
+        prepare(make_config(path, tokenizer=settings))
     assert "\n" not in str(refused.value)
 
 
@@ -157,5 +157,5 @@ def test_workers_import_nothing_from_the_current_folder(
         (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r})\n")
     monkeypatch.chdir(here)
     config = make_config(kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(60)), workers=2)
-    prepare(config, show=False)
+    prepare(config)
     assert not (tmp_path / "imported").exists()

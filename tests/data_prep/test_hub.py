@@ -154,7 +154,7 @@ def test_a_dataset_is_streamed_by_its_name(
     texts = kit.make_texts(90)
     in_order = [text for i in range(FILES) for text in texts[i::FILES]]
     plain = make_config(kit.write_lines(tmp_path / "a.jsonl", in_order), "plain", sequence_length=32)
-    prepare(plain, show=False)
+    prepare(plain)
     documents = kit.stored_documents(config.data_dir / "train")
     assert documents == kit.stored_documents(plain.data_dir / "train")
     assert kit.count_text(config.data_dir / "train") == kit.count_text(plain.data_dir / "train")

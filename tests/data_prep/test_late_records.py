@@ -50,11 +50,11 @@ def test_what_the_workers_wrote_is_waited_for(
 ) -> None:
     corpus = kit.write_lines(tmp_path / "in.jsonl", kit.make_texts(60))
     whole = make_config(corpus, "whole", **SETTINGS)
-    prepare(whole, show=False)
+    prepare(whole)
     late = make_config(corpus, "late", **SETTINGS)
     with monkeypatch.context() as patch:
         show_late(patch, suffix, seconds=0.5)
-        prepare(late, show=False)
+        prepare(late)
     assert kit.data_bytes(late.data_dir) == kit.data_bytes(whole.data_dir)
 
 
@@ -68,7 +68,7 @@ def test_a_record_that_stays_invisible_is_named_and_the_work_kept(
         with pytest.raises(
             PrepError, match=r"000000-000000\.json: a worker wrote it, and .* does not see it after 0.5 s"
         ):
-            prepare(config, show=False)
+            prepare(config)
     records = config.data_dir / ".prep/records"
     assert (records / "000000-000000.json").exists()
-    prepare(config, show=False)
+    prepare(config)

@@ -34,7 +34,7 @@ def test_a_truncated_parquet_file_is_left_out(
         path.parent.mkdir(exist_ok=True)
         pq.write_table(pa.table({"text": kit.make_texts(40, seed=i)}), path)
     path.write_bytes(path.read_bytes()[:-20])
-    report = prepare(make_config(tmp_path / "in", **lenient), show=False)
+    report = prepare(make_config(tmp_path / "in", **lenient))
     assert report.documents["kept"] == 40
     assert list(report.corrupt_inputs) == [str(path)]
     assert "truncated" in report.corrupt_inputs[str(path)]
@@ -53,7 +53,7 @@ def test_a_mistake_is_not_damage(
     saved.save_to_disk(str(tmp_path / "saved"))
     sources = [{"paths": [str(tmp_path / "a.jsonl")]}, {"dataset": str(tmp_path / "saved"), **mistake}]
     with pytest.raises(SourceMistakeError, match=next(iter(mistake.values()))):
-        prepare(make_config([], sources=sources, **lenient), show=False)
+        prepare(make_config([], sources=sources, **lenient))
 
 
 def test_a_file_that_changes_is_not_damage(
@@ -72,7 +72,7 @@ def test_a_file_that_changes_is_not_damage(
 
     monkeypatch.setattr(RecordParser, "parse", touched)
     with pytest.raises(SourceError, match="changed while it was being read"):
-        prepare(make_config(path, **lenient), show=False)
+        prepare(make_config(path, **lenient))
 
 
 def test_the_number_of_workers_is_the_documents(

@@ -21,7 +21,7 @@ def test_counts_survive_a_round_trip(
 ) -> None:
     path = kit.write_lines(tmp_path / "in.jsonl", kit.make_texts(60))
     config = make_config(path, packing=packing)
-    prepare(config, show=False)
+    prepare(config)
     before = Manifest.read(config.data_dir / "train")
     assert before.tokens.padding
     pair = tmp_path / "pair"

@@ -89,7 +89,7 @@ def test_sequences_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> 
 def split(tmp_path: Path, make_config: Callable[..., RunConfig], kit: SimpleNamespace) -> Path:
     """A small split."""
     config = make_config(kit.write_lines(tmp_path / "in.jsonl", kit.make_texts(60)))
-    prepare(config, show=False)
+    prepare(config)
     return config.data_dir / "train"
 
 

@@ -27,7 +27,7 @@ MakeConfig = Callable[..., RunConfig]
 
 
 def run(config: RunConfig) -> PrepReport:
-    return prepare(config, show=False)
+    return prepare(config)
 
 
 def texts_of(config: RunConfig, kit: SimpleNamespace, split: str = "train") -> list[str]:

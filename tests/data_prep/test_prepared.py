@@ -13,8 +13,11 @@ from rich.console import Console
 
 from calm_scale.cli.app import main
 from calm_scale.config import RunConfig
+from calm_scale.stages.prep_display import show_split
+from calm_scale.stages.prepared import verify_shards
 from data_prep.prep import prepare
-from data_prep.prep.prep_report import show_split, show_verification, store_definition
+from data_prep.prep.prep_report import store_definition
+from data_prep.shards.manifest import Manifest
 
 Prep = Callable[..., tuple[int, str]]
 
@@ -47,7 +50,7 @@ def make_data(
     def build(workdir: str = "run", name: str = "in") -> Path:
         path = kit.write_lines(tmp_path / f"{name}.jsonl", kit.make_texts(60))
         config = make_config(path, workdir=workdir, splits={"heldout": 0.2})
-        prepare(config, show=False)
+        prepare(config)
         return config.data_dir
 
     return build
@@ -65,8 +68,8 @@ def test_a_path_is_no_markup(
     code, said = prep("export-megatron", train, data / "[/b]")
     assert (code, f"{data}/[/b].bin" in said) == (0, True)
     assert prep("inspect", train, "--picture", data / "[/b].png")[0] == 0
-    show_split(train, Console(width=400))
-    assert show_verification(data)
+    show_split(train, Manifest.read(train), Console(width=400))
+    assert verify_shards(data) == 0
     shown = capsys.readouterr().out.replace("\n", "").replace(" ", "")
     assert "in[/i].jsonl" in shown
     assert "[red]run[/b]" in shown

@@ -13,15 +13,14 @@ import pytest
 from rich.console import Console
 
 from calm_scale.config import RunConfig
+from calm_scale.stages.prep_display import draw_lengths, show_split
+from calm_scale.stages.prepared import verify_shards
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.prep import prepare
 from data_prep.prep.megatron import export_megatron, import_megatron, open_megatron
 from data_prep.prep.prep_report import (
-    draw_lengths,
+    load_split_tokenizer,
     read_sequence,
-    show_split,
-    show_verification,
-    tokenizer_of,
     verify_split,
     verify_tree,
 )
@@ -41,7 +40,7 @@ def prepared(tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace) -> R
     """A run with a few shards of 64-token sequences."""
     path = kit.write_lines(tmp_path / "in.jsonl.zst", kit.make_texts(200))
     config = make_config(path, segment_megabytes=0.02, splits={"heldout": 0.1})
-    prepare(config, show=False)
+    prepare(config)
     return config
 
 
@@ -89,7 +88,7 @@ def test_gathering_from_a_split_shorter_than_a_sample_says_so(
 ) -> None:
     path = kit.write_lines(tmp_path / "in.jsonl", ["the patch"])
     config = make_config(path, splits={"heldout": 1.0})
-    prepare(config, show=False)
+    prepare(config)
     dataset = ShardDataset(config.data_dir / "heldout", 64)
     assert dataset.gather(np.arange(0)).shape == (0, 64)
     with pytest.raises(ShardMistakeError, match="heldout has no sample of 64 tokens: it holds "):
@@ -163,7 +162,7 @@ def test_the_fingerprint_is_of_the_contents(
     shutil.copytree(prepared.data_dir / "train", moved)
     assert ShardDataset(moved, 64).fingerprint == ShardDataset(prepared.data_dir / "train", 64).fingerprint
     other = make_config(kit.write_lines(tmp_path / "o.jsonl", kit.make_texts(200, seed=1)), workdir="o")
-    prepare(other, show=False)
+    prepare(other)
     assert ShardDataset(other.data_dir / "train", 64).fingerprint != ShardDataset(moved, 64).fingerprint
 
 
@@ -182,7 +181,7 @@ def test_verify_finds_a_flipped_bit_and_nothing_else(prepared: RunConfig) -> Non
     assert shard.name in problems[0]
     with pytest.raises(ShardError, match="no prepared split"):
         verify_tree(split.parent.parent.parent)
-    assert not show_verification(prepared.workdir)
+    assert verify_shards(prepared.workdir) == 1
 
 
 def test_the_cold_form_trains_directly_and_expands_to_the_same_bytes(prepared: RunConfig) -> None:
@@ -197,7 +196,7 @@ def test_the_cold_form_trains_directly_and_expands_to_the_same_bytes(prepared: R
     np.testing.assert_array_equal(cold_set.gather(np.arange(len(cold_set))[::-3]), samples[::-3])
     assert Manifest.read(split).fingerprint == fingerprint
     assert verify_split(split).ok
-    assert prepare(prepared, show=False).already_done
+    assert prepare(prepared).already_done
     cold = next(iter(split.glob("*.shard.zst")))
     whole = cold.read_bytes()
     damaged = bytearray(whole)
@@ -248,18 +247,19 @@ def test_inspection_shows_text_source_and_lengths(
     assert first.text is not None
     assert first.text.startswith("<|begin_of_text|>")
     assert "in.jsonl.zst" in first.source
-    again = read_sequence(split, 0, tokenizer_of(split))
+    again = read_sequence(split, 0, load_split_tokenizer(split))
     assert again.text == first.text
     with pytest.raises(ShardError, match="holds sequences 0 to"):
         read_sequence(split, 10**6)
     other = load_tokenizer(prepared.tokenizer.model_copy(update={"add_eos": True}), prepared.tokenizer_path)
     with pytest.raises(ShardError, match="another tokenizer"):
         read_sequence(split, 0, other)
-    show_split(split, Console(width=80))
+    show_split(split, Manifest.read(split), Console(width=80))
     shown = capsys.readouterr().out
     assert "fingerprint" in shown and "█" in shown
     assert not [line for line in shown.splitlines() if line and not line.strip("█")], "a bar was broken"
-    assert draw_lengths(split, tmp_path / "lengths.png").stat().st_size > 5000
+    draw_lengths(Manifest.read(split), tmp_path / "lengths.png")
+    assert (tmp_path / "lengths.png").stat().st_size > 5000
 
 
 def test_megatron_pairs_round_trip_and_match_megatron_itself(tmp_path: Path, prepared: RunConfig) -> None:

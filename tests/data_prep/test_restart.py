@@ -42,7 +42,7 @@ if __name__ == "__main__":
     if "SLOWLY" in os.environ:
         Journal.write_record = write_slowly
     try:
-        prepare(RunConfig.model_validate_json(open(sys.argv[1]).read()), show=False)
+        prepare(RunConfig.model_validate_json(open(sys.argv[1]).read()))
     except CalmScaleError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -77,11 +77,11 @@ def test_bytes_do_not_depend_on_ranks_or_workers(
     tmp_path: Path, corpus: Path, make_config: MakeConfig, kit: SimpleNamespace
 ) -> None:
     alone = make_config(corpus, "alone", **SETTINGS)
-    prepare(alone, show=False)
+    prepare(alone)
     expected = kit.data_bytes(alone.data_dir)
     assert sum(name.endswith(".shard") for name in expected) > 20
     two = make_config(corpus, "two", workers=2, **SETTINGS)
-    prepare(two, show=False)
+    prepare(two)
     assert kit.data_bytes(two.data_dir) == expected | {"plan.json": kit.data_bytes(two.data_dir)["plan.json"]}
     mpi = make_config(corpus, "mpi", **SETTINGS)
     subprocess.run(command(mpi, tmp_path, ranks=2), check=True, env=ENVIRONMENT, timeout=120)
@@ -94,7 +94,7 @@ def test_kill_9_and_rerun_gives_the_same_bytes_without_redoing(
     tmp_path: Path, corpus: Path, make_config: MakeConfig, kit: SimpleNamespace, ranks: int, then: int
 ) -> None:
     whole = make_config(corpus, "whole", **SETTINGS)
-    prepare(whole, show=False)
+    prepare(whole)
     expected = kit.data_bytes(whole.data_dir)
     num_records = sum(name.endswith(".shard") and name.startswith("train/0") for name in expected)
     killed = make_config(corpus, "killed", **SETTINGS)
@@ -151,7 +151,7 @@ def test_kill_9_of_a_whole_mpirun_group_leaves_nobody_writing(
     subprocess.run(command(killed, tmp_path, 2), check=True, env=ENVIRONMENT, timeout=120)
     assert {name: (shards / name).stat().st_mtime_ns for name in committed} == kept
     whole = make_config(corpus, "whole", **SETTINGS)
-    prepare(whole, show=False)
+    prepare(whole)
     assert kit.data_bytes(killed.data_dir) == kit.data_bytes(whole.data_dir)
 
 
@@ -184,7 +184,7 @@ def interrupt(config: RunConfig, monkeypatch: pytest.MonkeyPatch, after: int, er
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "commit", failing)
         with pytest.raises(PrepError if isinstance(error, OSError) else type(error)) as caught:
-            prepare(config, show=False)
+            prepare(config)
     if isinstance(error, OSError):
         assert "the disk is full" in str(caught.value)
 
@@ -200,16 +200,16 @@ def test_a_full_disk_ends_clean_and_goes_on(
     interrupt(config, monkeypatch, 10, OSError(errno.ENOSPC, "No space left on device"))
     assert not list(config.data_dir.rglob("*.part"))
     assert not (config.data_dir / "train/manifest.json").exists()
-    prepare(config, show=False)
+    prepare(config)
     whole = make_config(corpus, "whole", **SETTINGS)
-    prepare(whole, show=False)
+    prepare(whole)
     assert kit.data_bytes(config.data_dir) == kit.data_bytes(whole.data_dir)
 
 
 def test_a_full_disk_is_foreseen(tmp_path: Path, corpus: Path, make_config: MakeConfig, monkeypatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(PrepError, match=r"need about 0\.\d{3} GB.*free some space"):
-        prepare(make_config(corpus, **SETTINGS), show=False)
+        prepare(make_config(corpus, **SETTINGS))
 
 
 def test_changed_settings_inputs_or_tokenizer_are_never_mixed(
@@ -223,17 +223,17 @@ def test_changed_settings_inputs_or_tokenizer_are_never_mixed(
         (make_config(corpus, tokenizer={"add_eos": True}, **SETTINGS), "add_eos: false → true"),
     ):
         with pytest.raises(PrepError, match=f"other settings or inputs.*{named}"):
-            prepare(changed, show=False)
+            prepare(changed)
     assert kit.data_bytes(config.data_dir) == before
     kit.write_lines(corpus / "0.jsonl", kit.make_texts(10))
     with pytest.raises(PrepError, match=r"0\.jsonl: size \d+ → \d+"):
-        prepare(config, show=False)
-    prepare(config, show=False, restart=True)
-    report = prepare(config, show=False)
+        prepare(config)
+    prepare(config, restart=True)
+    report = prepare(config)
     assert report.already_done
     kit.write_lines(corpus / "0.jsonl", ["new"])
     with pytest.raises(PrepError, match="a finished prep with other settings or inputs"):
-        prepare(config, show=False)
+        prepare(config)
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -254,8 +254,8 @@ def test_two_preps_on_one_folder_are_refused(
         FolderLock(config.data_dir),
         pytest.raises(PrepError, match=rf"another command.*process {os.getpid()}"),
     ):
-        prepare(config, show=False)
-    prepare(config, show=False)
+        prepare(config)
+    prepare(config)
 
 
 def test_a_lost_record_or_shard_is_redone(
@@ -266,9 +266,9 @@ def test_a_lost_record_or_shard_is_redone(
     records = sorted((config.data_dir / ".prep/records").glob("*.json"))
     records[0].unlink()
     next((config.data_dir / "train").glob("*.shard")).unlink()
-    prepare(config, show=False)
+    prepare(config)
     whole = make_config(corpus, "whole", **SETTINGS)
-    prepare(whole, show=False)
+    prepare(whole)
     assert kit.data_bytes(config.data_dir) == kit.data_bytes(whole.data_dir)
 
 
@@ -280,7 +280,7 @@ def test_the_error_of_one_worker_ends_all_within_seconds(
     kit.write_lines(cut, kit.make_texts(50))
     cut.write_bytes(cut.read_bytes()[:-10])
     with pytest.raises(PrepError, match=r"9\.jsonl\.zst is truncated"):
-        prepare(make_config(corpus, workers=2, **SETTINGS), show=False)
+        prepare(make_config(corpus, workers=2, **SETTINGS))
     config = make_config(corpus, "mpi", **SETTINGS)
     result = subprocess.run(
         command(config, tmp_path, 2), env=ENVIRONMENT, timeout=60, capture_output=True, text=True, check=False
@@ -321,7 +321,7 @@ def test_who_am_i() -> None:
 
 def test_the_log_is_machine_readable(tmp_path: Path, corpus: Path, make_config: MakeConfig) -> None:
     config = make_config(corpus, **SETTINGS)
-    prepare(config, show=False)
+    prepare(config)
     events = [json.loads(line) for line in (config.data_dir / "prep.log.jsonl").read_text().splitlines()]
     assert events[0]["event"] == "start"
     assert events[-1]["event"] == "done"
@@ -332,11 +332,11 @@ def test_a_finished_prep_that_lost_a_shard_says_how_to_prepare_again(
     corpus: Path, tmp_path: Path, make_config: MakeConfig
 ) -> None:
     config = make_config(corpus / "*.jsonl*", **SETTINGS)
-    prepare(config, show=False)
+    prepare(config)
     shard = next((config.data_dir / "train").glob("0*.shard"))
     whole = shard.read_bytes()
     shard.unlink()
     with pytest.raises(ShardError, match=rf"{shard.name} is missing(.|\n)*again with --restart"):
-        prepare(config, show=False)
-    prepare(config, show=False, restart=True)
+        prepare(config)
+    prepare(config, restart=True)
     assert shard.read_bytes() == whole

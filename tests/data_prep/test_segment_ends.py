@@ -47,7 +47,7 @@ def test_no_stretch_of_a_tail_shard_holds_pieces_of_two_documents(
         segment_megabytes=0.01,
         keep_tail=["train"],
     )
-    prepare(config, show=False)
+    prepare(config)
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
     documents = [" ".join(map(str, ids)) for ids in tokenizer.encode_batch(texts)]
     pieces = pieces_of(config, "tail-000000.shard")
@@ -69,7 +69,7 @@ def test_nothing_is_put_in_where_eos_ends_documents_or_nothing_separates_them(
 ) -> None:
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(60, words=100))
     config = make_config(path, tokenizer=framing, sequence_length=256, segment_megabytes=0.01)
-    prepare(config, show=False)
+    prepare(config)
     assert Manifest.read(config.data_dir / "train").tokens.boundaries == 0
     assert verify_split(config.data_dir / "train").ok
 
@@ -78,7 +78,7 @@ def test_a_split_of_the_format_before_boundaries_is_still_read(
     tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace
 ) -> None:
     config = make_config(kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(60)))
-    prepare(config, show=False)
+    prepare(config)
     path = config.data_dir / "train/manifest.json"
     before = path.read_text()
     path.write_text(before.replace('  "boundaries": 0,\n', ""))
@@ -87,4 +87,4 @@ def test_a_split_of_the_format_before_boundaries_is_still_read(
     whole = config.data_dir / "manifest.json"
     whole.write_text(whole.read_text().replace('  "boundaries": 0,\n', ""))
     assert all(one.ok for one in verify_tree(config.data_dir))
-    assert prepare(config, show=False).already_done
+    assert prepare(config).already_done

@@ -19,7 +19,7 @@ def test_a_copy_is_for_all_users_and_a_failure_leaves_nothing(
     tmp_path: Path, make_config: Callable[..., RunConfig], kit: SimpleNamespace
 ) -> None:
     config = make_config(kit.write_lines(tmp_path / "in.jsonl", kit.make_texts(60)))
-    prepare(config, show=False)
+    prepare(config)
     split, local = config.data_dir / "train", tmp_path / "local"
     stage_split(split, local)
     assert (local / ".stage.lock").stat().st_mode & 0o777 == 0o666

@@ -38,7 +38,7 @@ def test_a_kept_tail_is_read_to_the_last_token_and_no_further(
 ) -> None:
     texts = kit.make_texts(30)
     config = make_config(kit.write_lines(tmp_path / "a.jsonl", texts), splits={"heldout": 1.0})
-    prepare(config, show=False)
+    prepare(config)
     folder = config.data_dir / "heldout"
     expected = expected_stream(config, texts)
     assert len(expected) % 64 % tokens_per_sample, "this test needs a partial sample"
@@ -63,7 +63,7 @@ def test_each_source_keeps_its_own_tail_and_other_splits_drop_theirs(
     b = kit.write_lines(tmp_path / "b.jsonl", kit.make_texts(40, seed=2))
     sources = [{"paths": [str(a)], "weight": 2.0}, {"paths": [str(b)]}]
     config = make_config([], sources=sources, splits={"heldout": 0.5}, segment_megabytes=0.002)
-    prepare(config, show=False)
+    prepare(config)
     heldout, train = (Manifest.read(config.data_dir / s) for s in ("heldout", "train"))
     assert [s.filler > 0 for s in heldout.shards if s.name.startswith("tail")] == [True, True]
     assert heldout.tokens.tail == 0
@@ -80,7 +80,7 @@ def test_each_source_keeps_its_own_tail_and_other_splits_drop_theirs(
     everything = make_config(
         [], "all", sources=sources, splits={"heldout": 0.5}, keep_tail=["train", "heldout"]
     )
-    prepare(everything, show=False)
+    prepare(everything)
     kept = Manifest.read(everything.data_dir / "train")
     assert kept.tokens.tail == 0
     assert kept.tokens.text == train.tokens.text
@@ -100,7 +100,7 @@ def test_a_tokenizer_without_padding_fills_up_too(
         tokenizer={"path": str(bare), "add_bos": False},
         splits={"heldout": 1.0},
     )
-    prepare(config, show=False)
+    prepare(config)
     folder = config.data_dir / "heldout"
     manifest = Manifest.read(folder)
     assert (manifest.pad_id, manifest.bos_id, manifest.eos_id) == (None, None, None)
@@ -114,13 +114,13 @@ def test_only_a_text_of_its_own_may_be_shorter_than_a_sequence(
 ) -> None:
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(60))
     alone = make_config(path, "alone", splits={"heldout": 1.0}, sequence_length=65536)
-    prepare(alone, show=False)
+    prepare(alone)
     (only,) = [ShardDataset(alone.data_dir / "heldout", 65536, partial=True)[i] for i in range(1)]
     assert only.tolist() == expected_stream(alone, kit.make_texts(60))
     assert len(ShardDataset(alone.data_dir / "heldout", 65536)) == 0
     shared = make_config(path, "shared", splits={"heldout": 0.05}, sequence_length=1024)
     with pytest.raises(StarvedSplitError, match=r"splits\.heldout = 0\.05.*smallest share"):
-        prepare(shared, show=False)
+        prepare(shared)
 
 
 def test_a_kept_tail_survives_megatrons_format(
@@ -128,7 +128,7 @@ def test_a_kept_tail_survives_megatrons_format(
 ) -> None:
     texts = kit.make_texts(30)
     config = make_config(kit.write_lines(tmp_path / "a.jsonl", texts), splits={"heldout": 1.0})
-    prepare(config, show=False)
+    prepare(config)
     export_megatron(config.data_dir / "heldout", tmp_path / "pair")
     assert open_megatron(tmp_path / "pair").tokens.tolist() == expected_stream(config, texts)
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path)
@@ -155,7 +155,7 @@ def test_a_sequence_length_that_no_memory_holds_is_a_mistake(
 ) -> None:
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(30))
     with pytest.raises(PrepMistakeError, match=r"lower prep\.sequence_length"):
-        prepare(make_config(path, sequence_length=8 << 30, **settings), show=False)
+        prepare(make_config(path, sequence_length=8 << 30, **settings))
     assert not list((tmp_path / "run/data").glob("*/*.shard*"))
 
 
@@ -166,7 +166,7 @@ def test_one_document_is_too_few_for_two_splits_whatever_the_share(
     path = kit.write_lines(tmp_path / "a.jsonl", ["the energy of a patch " * 400])
     config = make_config(path, splits={"heldout": share}, sequence_length=128)
     with pytest.raises(StarvedSplitError, match=r"too few documents \(1\)"):
-        prepare(config, show=False)
+        prepare(config)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
@@ -177,10 +177,10 @@ def test_the_advised_share_works(
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(300, seed=seed))
     settings = {"sequence_length": 1024, "keep_tail": []}
     with pytest.raises(StarvedSplitError) as refused:
-        prepare(make_config(path, splits={split: 0.004}, **settings), show=False)
+        prepare(make_config(path, splits={split: 0.004}, **settings))
     advised = float(str(refused.value).rsplit(" ", 1)[1])
     assert 0.004 < advised < 0.5
-    prepare(make_config(path, splits={split: advised}, **settings), show=False)
+    prepare(make_config(path, splits={split: advised}, **settings))
 
 
 def test_too_little_left_for_training_is_told_of_training(
@@ -189,4 +189,4 @@ def test_too_little_left_for_training_is_told_of_training(
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(300))
     config = make_config(path, splits={"heldout": 0.996}, sequence_length=1024)
     with pytest.raises(StarvedSplitError, match=r"the other splits leave too little.*'train'.*about 0\.\d+"):
-        prepare(config, show=False)
+        prepare(config)

@@ -204,12 +204,12 @@ def test_an_encoder_that_fails_on_the_corpus_stops_or_falls_back(
     texts = kit.make_texts(50)
     path = kit.write_lines(tmp_path / "a.jsonl", [f"{t} zyzzyva" for t in texts])
     honest = make_config(path, workdir="honest")
-    prepare(honest, show=False)
+    prepare(honest)
     lying("zyzzyva")
     with pytest.raises(EncoderMismatchError, match=r"fastokens and tokenizers differ on .*from id \d+ on"):
-        prepare(make_config(path, workdir="stop"), show=False)
+        prepare(make_config(path, workdir="stop"))
     config = make_config(path, workdir="back", tokenizer={"on_mismatch": "fallback"})
-    report = prepare(config, show=False)
+    report = prepare(config)
     assert report.encoder == "tokenizers"
     shard = "train/000000-000000.shard"
     assert (config.data_dir / shard).read_bytes() == (honest.data_dir / shard).read_bytes()

@@ -46,18 +46,18 @@ def interrupt(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(SplitSink, "commit", stop_at_third)
-        prepare(config, show=False)
+        prepare(config)
 
 
 def test_a_finished_prep_of_touched_inputs_is_complete_and_of_changed_ones_refused(
     make_config: MakeConfig, large: Path
 ) -> None:
     config = make_config(large.parent, segment_megabytes=0.05)
-    prepare(config, show=False)
+    prepare(config)
     os.utime(large, ns=(5, 5))
     assert foresee(config).found == "already complete: nothing would be redone"
     assert json.loads((config.data_dir / "plan.json").read_text())["settings"]["inputs"][0]["mtime_ns"] > 5
-    assert prepare(config, show=False).already_done
+    assert prepare(config).already_done
     assert json.loads((config.data_dir / "plan.json").read_text())["settings"]["inputs"][0]["mtime_ns"] == 5
     change_in_the_middle(large)
     for act in (foresee, prepare):
@@ -82,10 +82,10 @@ def test_unfinished_work_on_touched_inputs_goes_on_and_on_changed_ones_is_refuse
         with pytest.raises(PrepMistakeError, match=r"unfinished work.*a\.jsonl: its content.*--restart"):
             act(config)
     large.write_bytes(whole)
-    prepare(config, show=False)
+    prepare(config)
     assert shard.stat().st_mtime_ns == written
     other = make_config(large.parent, "other", segment_megabytes=0.05)
-    prepare(other, show=False)
+    prepare(other)
     assert kit.data_bytes(other.data_dir) == kit.data_bytes(config.data_dir)
 
 
@@ -100,23 +100,23 @@ def test_work_without_recorded_contents_says_how_to_go_on(
     before = large.stat().st_mtime_ns
     large.touch()
     with pytest.raises(PrepMistakeError, match=r"a\.jsonl: its time of change.*touch -d @(\S+)"):
-        prepare(config, show=False)
+        prepare(config)
     os.utime(large, ns=(before, before))
-    prepare(config, show=False)
+    prepare(config)
 
 
 def test_a_finished_prep_of_a_version_that_hashed_times_into_its_key_is_complete(
     make_config: MakeConfig, large: Path
 ) -> None:
     config = make_config(large)
-    prepare(config, show=False)
+    prepare(config)
     for name, key in (("plan.json", "key"), ("manifest.json", "plan")):
         path = config.data_dir / name
         held = json.loads(path.read_text())
         held[key] = "0" * 32
         held.pop("contents", None)
         path.write_text(json.dumps(held))
-    assert prepare(config, show=False).already_done
+    assert prepare(config).already_done
 
 
 def test_a_dataset_folder_is_known_by_its_content_too(
@@ -127,23 +127,23 @@ def test_a_dataset_folder_is_known_by_its_content_too(
     folder = tmp_path / "saved"
     datasets.Dataset.from_dict({"text": kit.make_texts(60)}).save_to_disk(str(folder))
     config = make_config([], sources=[{"dataset": str(folder)}])
-    prepare(config, show=False)
+    prepare(config)
     for path in folder.iterdir():
         os.utime(path, ns=(5, 5))
-    assert prepare(config, show=False).already_done
+    assert prepare(config).already_done
     (arrow,) = folder.glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes().replace(b"energy", b"ENERGY", 1))
     with pytest.raises(PrepMistakeError, match=r"saved: its content.*--restart"):
-        prepare(config, show=False)
+        prepare(config)
 
 
 def test_added_and_removed_inputs_are_named(
     tmp_path: Path, make_config: MakeConfig, large: Path, kit: SimpleNamespace
 ) -> None:
-    prepare(make_config(large.parent), show=False)
+    prepare(make_config(large.parent))
     kit.write_lines(large.parent / "b.jsonl", ["one more"])
     with pytest.raises(PrepMistakeError, match=r"b\.jsonl is a new input\)"):
-        prepare(make_config(large.parent), show=False)
+        prepare(make_config(large.parent))
 
 
 def test_a_dry_run_foresees_that_another_command_writes_the_folder(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from calm_scale.config import RunConfig
+from calm_scale.stages.prep_display import show_report
 from data_prep.errors import PrepError, PrepMistakeError
 from data_prep.prep import prepare
 from data_prep.prep.prep_report import PrepReport
@@ -45,10 +46,10 @@ def test_a_source_with_another_text_field_is_refused_with_the_fields_found(
         match=r"(?s)prep\.sources\[1\]: .*renamed\.jsonl.*missing_text 1.*No record has the field `text`; fields "
         r"found: `content`, `id`.*prep\.sources\[1\]\.text_field.*on_unusable_input",
     ):
-        prepare(config, show=False)
+        prepare(config)
     assert not (config.data_dir / "manifest.json").exists()
     sources[1]["text_field"] = "content"
-    prepare(make_config([], "named", sources=sources), show=False)
+    prepare(make_config([], "named", sources=sources))
 
 
 def test_a_file_among_good_ones_is_refused_or_reported_as_the_setting_says(
@@ -56,13 +57,14 @@ def test_a_file_among_good_ones_is_refused_or_reported_as_the_setting_says(
 ) -> None:
     config = make_config([good, renamed])
     with pytest.raises(PrepMistakeError, match=r"renamed\.jsonl: 1 records, none usable \(missing_text 1\)"):
-        prepare(config, show=False)
+        prepare(config)
     shard = config.data_dir / "train/000000-000000.shard"
     written = shard.stat().st_mtime_ns
     allowed = make_config([good, renamed], on_unusable_input="report")
-    report = prepare(allowed, show=True)
+    report = prepare(allowed)
     assert shard.stat().st_mtime_ns == written, "finished work is kept"
     assert list(report.unusable_inputs) == [str(renamed)]
+    show_report(report)
     assert "no usable record · " in capsys.readouterr().out
     stored = PrepReport.read(config.data_dir)
     assert stored is not None
@@ -80,7 +82,7 @@ def test_a_source_whose_filter_keeps_nothing_is_refused_with_the_sets_found(
     other = kit.write_lines(tmp_path / "other.jsonl", ["one text"])
     sources = [{"paths": [str(good)]}, {"paths": [str(other)], "include_sets": ["Wikipedia"]}]
     with pytest.raises(PrepMistakeError, match=r"(?s)prep\.sources\[1\].*of other sets 1.*Sets found: `T`"):
-        prepare(make_config([], sources=sources), show=False)
+        prepare(make_config([], sources=sources))
 
 
 def test_a_file_without_records_is_counted_and_not_refused(
@@ -90,7 +92,6 @@ def test_a_file_without_records_is_counted_and_not_refused(
     (tmp_path / "blank.jsonl").write_text("\n\n")
     report = prepare(
         make_config([good, tmp_path / "empty.jsonl", tmp_path / "blank.jsonl"]),
-        show=False,
     )
     assert report.unusable_inputs == {}
     assert report.sources[0].unusable == 2
@@ -101,4 +102,4 @@ def test_a_corpus_that_is_hopeless_from_the_start_names_the_fields_found(
 ) -> None:
     path = write_records(tmp_path / "a.jsonl", [{"body": "x", "id": i} for i in range(1500)])
     with pytest.raises(PrepError, match=r"1500 bad records.*fields found: `body`, `id`.*text_field"):
-        prepare(make_config(path), show=False)
+        prepare(make_config(path))

@@ -62,7 +62,7 @@ def test_killed_while_the_work_folder_is_removed(
     removed: int,
 ) -> None:
     whole = make_config(workdir="whole", **settings)
-    prepare(whole, show=False)
+    prepare(whole)
     config = make_config(workdir="run", **settings)
 
     def killed_after(folder: Path, ignore_errors: bool = False) -> None:
@@ -75,14 +75,14 @@ def test_killed_while_the_work_folder_is_removed(
     with monkeypatch.context() as patched:
         patched.setattr(journal_module.shutil, "rmtree", killed_after)
         with pytest.raises(Killed):
-            prepare(config, show=False)
-    assert prepare(config, show=False).already_done
+            prepare(config)
+    assert prepare(config).already_done
     assert kit.data_bytes(config.data_dir).keys() >= kit.data_bytes(whole.data_dir).keys()
     with monkeypatch.context() as patched:
         patched.setattr(journal_module.shutil, "rmtree", killed_after)
         with pytest.raises(Killed):
-            prepare(make_config(workdir="run", **settings), restart=True, show=False)
-    prepare(config, restart=True, show=False)
+            prepare(make_config(workdir="run", **settings), restart=True)
+    prepare(config, restart=True)
     assert kit.data_bytes(config.data_dir) == kit.data_bytes(whole.data_dir)
 
 
@@ -106,10 +106,10 @@ def test_what_prep_has_not_written_stays(
     tmp_path: Path, make_config: MakeConfig, settings: dict[str, Any], tokenizer_path: Path
 ) -> None:
     config = make_config(**settings)
-    prepare(config, show=False)
+    prepare(config)
     mine = config.data_dir / "tokenizer.json"
     own = make_config(tokenizer={"path": str(mine)}, **settings)
-    prepare(own, restart=True, show=False)
+    prepare(own, restart=True)
     assert mine.read_bytes() == tokenizer_path.read_bytes()
     foreign = [
         config.data_dir / name for name in ("tokenizer.model.keep", "other/manifest.json", "notes.part.txt")
@@ -118,7 +118,7 @@ def test_what_prep_has_not_written_stays(
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
     with pytest.raises(StarvedSplitError):
-        prepare(make_config(**{**settings, "sequence_length": 1 << 20}), restart=True, show=False)
+        prepare(make_config(**{**settings, "sequence_length": 1 << 20}), restart=True)
     assert all(path.read_text() == "mine" for path in foreign)
     assert mine.exists()
     assert not (config.data_dir / "train/manifest.json").exists()
@@ -138,13 +138,13 @@ def test_nothing_of_an_encoder_that_was_wrong_is_kept(
     with monkeypatch.context() as patched:
         patched.setattr(EncodeTask, "_check_sample", wrong_at_last)
         with pytest.raises(EncoderMismatchError):
-            prepare(config, show=False)
+            prepare(config)
     assert not list(config.data_dir.rglob("*.shard"))
     assert not (config.data_dir / ".prep").exists()
     follow = make_config(tokenizer={"encoder": "tokenizers"}, **settings)
-    prepare(follow, show=False)
+    prepare(follow)
     clean = make_config(workdir="clean", tokenizer={"encoder": "tokenizers"}, **settings)
-    prepare(clean, show=False)
+    prepare(clean)
     shards = {name: data for name, data in kit.data_bytes(clean.data_dir).items() if name.endswith(".shard")}
     assert shards
     assert shards == {n: d for n, d in kit.data_bytes(config.data_dir).items() if n.endswith(".shard")}
@@ -152,39 +152,38 @@ def test_nothing_of_an_encoder_that_was_wrong_is_kept(
 
 def test_a_finished_prep_without_its_plan(make_config: MakeConfig, settings: dict[str, Any]) -> None:
     config = make_config(**settings)
-    prepare(config, show=False)
+    prepare(config)
     (config.data_dir / "plan.json").unlink()
-    assert prepare(config, show=False).already_done
+    assert prepare(config).already_done
     before = (config.data_dir / "train/manifest.json").read_bytes()
     with pytest.raises(PrepMistakeError, match=r"not known to be of this prep.*--restart"):
-        prepare(make_config(**{**settings, "sequence_length": 16}), show=False)
+        prepare(make_config(**{**settings, "sequence_length": 16}))
     (config.data_dir / "manifest.json").unlink()  # as an imported split has none
     with pytest.raises(PrepMistakeError, match=r"train/manifest\.json is not known"):
-        prepare(config, show=False)
+        prepare(config)
     assert (config.data_dir / "train/manifest.json").read_bytes() == before
 
 
 def test_cold_shards_are_checked_and_discarded_too(make_config: MakeConfig, settings: dict[str, Any]) -> None:
     config = make_config(**settings)
-    prepare(config, show=False)
+    prepare(config)
     compress_split(config.data_dir / "train")
-    assert prepare(config, show=False).already_done
+    assert prepare(config).already_done
     cold = sorted((config.data_dir / "train").glob("*.shard.zst"))
     cold[0].write_bytes(cold[0].read_bytes()[:-40])
     with pytest.raises(ShardError, match=r"was finished and is damaged now"):
-        prepare(config, show=False)
-    prepare(config, restart=True, show=False)
+        prepare(config)
+    prepare(config, restart=True)
     assert not list((config.data_dir / "train").glob("*.zst"))
 
 
 def test_a_refused_prep_is_not_accepted(make_config: MakeConfig, settings: dict[str, Any]) -> None:
     accepted: list[str] = []
     config = make_config(**settings)
-    prepare(config, show=False, on_accepted=lambda: accepted.append("first"))
+    prepare(config, on_accepted=lambda: accepted.append("first"))
     with pytest.raises(CalmScaleError):
         prepare(
             make_config(**{**settings, "sequence_length": 16}),
-            show=False,
             on_accepted=lambda: accepted.append("refused"),
         )
     assert accepted == ["first"]

@@ -50,7 +50,7 @@ def prepared(tmp_path_factory):
             },
         }
     )
-    prepare(run, show=False)
+    prepare(run)
     return ShardDataset(run.data_dir / "heldout", 32, partial=True)
 
 

@@ -137,7 +137,7 @@ def test_prep_on_two_nodes(slurm, tmp_path: Path, profile: Callable[..., Cluster
     """One MPI rank on each of two nodes, started by srun, write what one process alone writes."""
     tiny().write_corpus(tmp_path)
     alone = prepared_run(tmp_path, "alone")
-    prepare(alone, show=False)
+    prepare(alone)
     run = prepared_run(tmp_path, "pair")
     stages = {"prep": {"nodes": 2, "tasks_per_node": 1, "cpus_per_task": 1}}
     job = (

@@ -32,7 +32,7 @@ OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
 def prepared(write_document: Callable[..., Any]) -> RunConfig:
     """A run whose shards are there."""
     config = load(write_document("start").document)
-    prepare(config, show=False)
+    prepare(config)
     return config
 
 
