@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError, score
-from calm_scale.evaluation.documents import SequenceCounts, bos_between, count_sequence, merge
 from calm_scale.evaluation.paths import Windows, sample_windows
 from calm_scale.evaluation.sequences import (
     Alone,
     Crew,
     Grid,
+    SequenceCounts,
     Teams,
     TokenBlocks,
+    bos_between,
+    count_sequence,
     deal,
     gather,
     grids,
+    merge,
     selected,
 )
 

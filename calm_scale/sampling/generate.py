@@ -15,8 +15,7 @@ from calm_scale.runtime.noise import stream_seed
 from calm_scale.runtime.streams import RowStreams, of_rows
 from calm_scale.sampling.batch import PromptError
 from calm_scale.sampling.clock import Clock, TimedModel
-from calm_scale.sampling.prompts import Prompt, TextTokenizer, complete_heads, split_prompt
-from calm_scale.sampling.stopping import Finish, OpenText
+from calm_scale.sampling.prompts import Finish, OpenText, Prompt, TextTokenizer, complete_heads, split_prompt
 from calm_scale.sampling.temperature import DrawTally, TemperedModel
 
 if TYPE_CHECKING:

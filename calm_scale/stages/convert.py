@@ -76,10 +76,8 @@ def _export_language_model(
         raise ConfigError(f"{checkpoint}: the published layout knows the energy head only")
     from calm_scale.autoencoder.export import load_export
     from calm_scale.interop.autoencoder import export_autoencoder
-    from calm_scale.interop.language_model import export_language_model
-    from calm_scale.interop.origin import Origin
-    from calm_scale.interop.sharded import whole_from_checkpoint
-    from calm_scale.interop.tokenizer import export_tokenizer
+    from calm_scale.interop.language_model import export_language_model, whole_from_checkpoint
+    from calm_scale.interop.origin import Origin, export_tokenizer
     from data_prep.tokenizer import load_tokenizer
 
     autoencoder, exported = load_export(config.autoencoder_export)
@@ -118,8 +116,7 @@ def import_checkpoint(folder: Path, out: Path, autoencoder_folder: Path | None =
     """
     make_way(out, "the imported run")
     from calm_scale.interop.language_model import PublishedLanguageModel
-    from calm_scale.interop.origin import Origin, Stored
-    from calm_scale.interop.tokenizer import check_definition, published_policy
+    from calm_scale.interop.origin import Origin, Stored, check_definition, published_policy
     from calm_scale.runtime.megatron import initialize
     from calm_scale.runtime.world import init_world
 
@@ -171,7 +168,7 @@ def _tokenizer_of(run: RunConfig, carried: Path) -> tuple[str, str | None]:
 def _write_run(published: PublishedLanguageModel, tokenizer: str, folder: Path, world: World) -> None:
     """The run's configuration, autoencoder export and checkpoint of step 0, into the folder that becomes its own."""
     from calm_scale.autoencoder.export import write_export
-    from calm_scale.interop.sharded import write_checkpoint
+    from calm_scale.interop.language_model import write_checkpoint
 
     run = published.run
     section = run.require_autoencoder()

@@ -18,9 +18,14 @@ from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfi
 from calm_scale.interop import settings
 from calm_scale.interop.autoencoder import export_autoencoder
 from calm_scale.interop.files import InteropError, WeightFiles, write_weights
-from calm_scale.interop.language_model import PublishedLanguageModel, export_language_model, whole_weights
+from calm_scale.interop.language_model import (
+    PublishedLanguageModel,
+    export_language_model,
+    whole_from_checkpoint,
+    whole_weights,
+    write_checkpoint,
+)
 from calm_scale.interop.origin import Origin, Stored
-from calm_scale.interop.sharded import whole_from_checkpoint, write_checkpoint
 from calm_scale.lm.build import build_models
 from calm_scale.lm.sharded import read_weights, write_shards
 from calm_scale.runtime.megatron import initialize

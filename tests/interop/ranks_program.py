@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from calm_scale.config.lm import ParallelConfig
-from calm_scale.interop.language_model import PublishedLanguageModel
-from calm_scale.interop.sharded import whole_from_checkpoint
+from calm_scale.interop.language_model import PublishedLanguageModel, whole_from_checkpoint
 from calm_scale.lm.build import build_models
 from calm_scale.lm.pieces import pieces_of
 from calm_scale.lm.sharded import model_shard, write_shards

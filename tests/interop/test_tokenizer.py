@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.interop.files import InteropError
+from calm_scale.interop.origin import check_definition, export_tokenizer, published_policy
 from calm_scale.interop.settings import SPECIAL_IDS, autoencoder_config
-from calm_scale.interop.tokenizer import check_definition, export_tokenizer, published_policy
 from data_prep.errors import TokenizerError
 from data_prep.tokenizer import load_tokenizer
 
@@ -93,7 +93,7 @@ def test_a_folder_whose_fast_encoder_differs_is_read_with_the_reference(source, 
         if config.encoder == "auto":
             raise TokenizerError("the encoders differ")
 
-    monkeypatch.setattr("calm_scale.interop.tokenizer.load_tokenizer", differ)
+    monkeypatch.setattr("calm_scale.interop.origin.load_tokenizer", differ)
     assert published_policy(tmp_path / "out").encoder == "tokenizers"
 
 

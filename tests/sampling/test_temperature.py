@@ -10,9 +10,8 @@ from scipy import stats
 from calm_scale.config import ConfigError
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.sampling.batch import SamplingError, choose, distinct, exponent, log_weights, take
-from calm_scale.sampling.draws import draw_rows
 from calm_scale.sampling.exact import expected_draws, sample_exact
-from calm_scale.sampling.temperature import TemperedModel, check_budget
+from calm_scale.sampling.temperature import TemperedModel, check_budget, draw_rows
 
 LAW = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05], dtype=torch.float64)
 
@@ -248,7 +247,7 @@ def test_temperature_is_read_as_a_fraction():
 
 def test_draws_in_pieces_keep_their_rows_and_bound(law_model, generator, monkeypatch):
     """Rows with point laws: every piece's samples land in their own row, and no piece passes the limit."""
-    monkeypatch.setattr("calm_scale.sampling.draws._LOGITS", 24)
+    monkeypatch.setattr("calm_scale.sampling.temperature._LOGITS", 24)
     model = law_model(3, 1)
     sizes = []
     whole = model.draw

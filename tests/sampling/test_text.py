@@ -10,8 +10,7 @@ from tokenizers import Tokenizer as Native
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.sampling.prompts import split_prompt
-from calm_scale.sampling.stopping import OpenText
+from calm_scale.sampling.prompts import OpenText, split_prompt
 from data_prep.tokenizer import load_tokenizer
 from data_prep.tokenizer.definition import byte_letters
 
