@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from calm_scale.config.files import write_atomically
-from calm_scale.runtime.background import Background
 
 _BLOCK = 8 << 20
 
@@ -21,14 +20,12 @@ def checksum(path: Path, sync: bool = False) -> str:
     digest = xxhash.xxh3_64()
     block = bytearray(_BLOCK)
     view = memoryview(block)
-    with path.open("rb", buffering=0) as file:
-        flushing = Background(partial(os.fsync, file.fileno()), "fsync") if sync else None
-        try:
-            while count := file.readinto(block):
-                digest.update(view[:count])
-        finally:
-            if flushing is not None:
-                flushing.wait()
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "fsync") as pool:
+        flushing = pool.submit(os.fsync, file.fileno()) if sync else None
+        while count := file.readinto(block):
+            digest.update(view[:count])
+        if flushing is not None:
+            flushing.result()
     return digest.hexdigest()
 
 

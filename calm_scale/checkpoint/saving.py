@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, wait
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import DiskFullError, SaveError, is_disk_full
@@ -19,62 +21,33 @@ from calm_scale.checkpoint.judge import judge, summary
 from calm_scale.checkpoint.layout import CARD, SHARDS, TMP, folder_name
 from calm_scale.checkpoint.manifest import FileEntry, FileList, share_by_size
 from calm_scale.config.errors import CalmScaleError
-from calm_scale.runtime.background import Background
 from calm_scale.runtime.late_files import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World
 
-
-class Work(Protocol):
-    """Something under way; the same shape as an engine's pending write."""
-
-    def done(self) -> bool:
-        """Finished or failed."""
-        ...
-
-    def wait(self) -> Any:
-        """Blocks until done; raises what went wrong."""
-        ...
-
-
-class Now:
-    """Work done in place, with the same two calls."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: Any = None
-        self._error: Exception | None = None
-        try:
-            self._result = work()
-        except Exception as error:  # raised again by wait()
-            self._error = error
-
-    def done(self) -> bool:
-        """Always."""
-        return True
-
-    def wait(self) -> Any:
-        """The result; raises what went wrong."""
-        if self._error is not None:
-            raise self._error
-        return self._result
+Start = Callable[[Path], Future[None] | None]
 
 
 class Save:
-    """The save of one step on one rank."""
+    """The save of one step on one rank.
+
+    Args:
+        start: writes the shards into a folder; may return a write under way.
+        pool: where the files are listed and flushed in the background; None: in place.
+    """
 
     def __init__(
-        self, root: Path, world: World, card: Card, start: Callable[[Path], Work | None], background: bool
-    ):
+        self, root: Path, world: World, card: Card, start: Start, pool: Executor | None = None
+    ) -> None:
         self.root, self.world, self.card = root, world, card
         self.step = card.step
         self.tmp = root / (folder_name(self.step) + TMP)
         self.path = root / folder_name(self.step)
         self.phase: Literal["writing", "listing", "committed"] = "writing"
         self.size = 0
-        self._runner: type[Now] | type[Background] = Background if background else Now
-        self._files: list[FileEntry] = []
-        self._work: Work = self._begin(start)
+        self._pool = pool
+        self._work: Future[Any] = self._begin(start)
 
     @property
     def ready(self) -> bool:
@@ -83,10 +56,7 @@ class Save:
 
     def wait(self) -> None:
         """Blocks until this rank is ready; errors are raised by ``advance``, on all ranks together."""
-        try:
-            self._work.wait()
-        except Exception:
-            return
+        wait([self._work])
 
     def advance(self) -> None:
         """The next phase. Every rank calls it when all are ready.
@@ -100,19 +70,10 @@ class Save:
         elif self.phase == "listing":
             self._commit([entry for share in results for entry in share])
 
-    def run(self) -> None:
-        """All phases at once."""
-        while self.phase != "committed":
-            self.wait()
-            self.advance()
-
-    def _begin(self, start: Callable[[Path], Work | None]) -> Work:
-        shards = self.tmp / SHARDS
-        try:
-            work = start(shards)
-        except Exception as error:
-            return Now(_raiser(error))
-        return work if work is not None else Now(lambda: None)
+    def _begin(self, start: Start) -> Future[Any]:
+        started = _completed(partial(start, self.tmp / SHARDS))
+        write = None if started.exception() else started.result()
+        return started if write is None else write
 
     def _together(self) -> list[Any]:
         """Every rank's result, or one SaveError on every rank."""
@@ -125,7 +86,7 @@ class Save:
     def _outcome(self) -> tuple[Any, str, bool]:
         """This rank's result, or its fault (one line, and whether the disk is full)."""
         try:
-            return self._work.wait(), "", False
+            return self._work.result(), "", False
         except Exception as error:
             return None, f"{type(error).__name__}: {error}".split("\n")[0], is_disk_full(error)
 
@@ -149,7 +110,8 @@ class Save:
         files = [FileEntry(name, size, "") for name, size in names]
         mine = share_by_size(files, self.world.rank, self.world.world_size)
         self.phase = "listing"
-        self._work = self._runner(lambda: self._seal(mine))
+        seal = partial(self._seal, mine)
+        self._work = self._pool.submit(seal) if self._pool is not None else _completed(seal)
 
     def _list(self) -> list[tuple[str, int]]:
         shards = sorted(path for path in (self.tmp / SHARDS).rglob("*") if path.is_file())
@@ -161,7 +123,7 @@ class Save:
         ]
 
     def _commit(self, entries: list[FileEntry]) -> None:
-        self._work = Now(lambda: self._rename(entries) if self.world.is_first else None)
+        self._work = _completed(lambda: self._rename(entries) if self.world.is_first else None)
         self.size = self._together()[0]
         see_alike(self.world, self.path, lambda: files_under(self.path))
         self.phase = "committed"
@@ -183,8 +145,11 @@ class Save:
         return written.size
 
 
-def _raiser(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
+def _completed(work: Callable[[], Any]) -> Future[Any]:
+    """``work`` done in place; its result or its error is in the future."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,8 @@ from calm_scale.checkpoint.judge import (
 from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_name, step_folders, unfinished
 from calm_scale.checkpoint.manifest import FileList
 from calm_scale.checkpoint.retention import superfluous
-from calm_scale.checkpoint.saving import Save, Work
+from calm_scale.checkpoint.saving import Save, Start
 from calm_scale.config.training import CheckpointConfig
-from calm_scale.runtime.background import Background
 from calm_scale.runtime.late_files import files_under, see_alike
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class CheckpointStore:
         self.last_saved: int | None = None
         self._last_size: int | None = None
         self._verified: dict[Path, tuple[tuple[str, int, int], ...]] = {}
-        self._removing: list[Background] = []
+        self._removing: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(thread_name_prefix="checkpoint")
         self.rotation_due = False
 
     # Resuming
@@ -177,9 +178,7 @@ class CheckpointStore:
         self.begin(step, write, card, background=False)
         return self.finish()
 
-    def begin(
-        self, step: int, start: Callable[[Path], Work | None], card: Card, background: bool = True
-    ) -> None:
+    def begin(self, step: int, start: Start, card: Card, background: bool = True) -> None:
         """Starts a save; an earlier one is finished first. ``start`` may return a pending write."""
         if card.step != step:
             raise CheckpointError(f"the card of step {step} says step {card.step}")
@@ -188,7 +187,7 @@ class CheckpointStore:
         self._on_first(lambda: self._prepare(step))
         shards = self.root / (folder_name(step) + TMP) / SHARDS
         see_alike(self.world, shards.parent, lambda: {SHARDS} if shards.is_dir() else set())
-        self.saving = Save(self.root, self.world, card, start, background)
+        self.saving = Save(self.root, self.world, card, start, self._pool if background else None)
 
     @property
     def waiting(self) -> bool:
@@ -222,14 +221,14 @@ class CheckpointStore:
         if self.saving is not None:
             self.finish()
         for removal in self._removing:
-            removal.wait()
+            removal.result()
         self._removing.clear()
 
     def _prepare(self, step: int) -> None:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for removal in self._removing:
-                removal.wait()  # its space counts
+                removal.result()  # its space counts
             check_space(self.root, self._last_size, step)
             name = folder_name(step)
             wreck, taken = self.root / (name + TMP), self.root / name
@@ -315,7 +314,7 @@ class CheckpointStore:
             doomed.append(path.rename(path.with_name(path.name + DELETING)))
         self._removing = [removal for removal in self._removing if not removal.done()]
         if doomed:
-            self._removing.append(Background(lambda: _remove_all(doomed), name="checkpoint-removal"))
+            self._removing.append(self._pool.submit(_remove_all, doomed))
 
     def _on_first(self, work: Callable[[], T]) -> T:
         """The first rank's result on every rank; its error on every rank too."""

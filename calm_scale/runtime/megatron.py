@@ -59,11 +59,6 @@ class Layout:
         """Whether the last pipeline stage, which holds head and loss, runs here."""
         return self.pipeline_rank == self.pipeline_size - 1
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether the first pipeline stage, which holds the input compressor, runs here."""
-        return self.pipeline_rank == 0
-
 
 def initialize(parallel: ParallelConfig, world: Ranks) -> Layout:
     """Create Megatron's process groups for this layout and say where this rank stands.

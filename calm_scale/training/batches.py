@@ -6,11 +6,9 @@ is sequence j of micro-batch a on data-parallel rank r.
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +17,7 @@ import torch
 
 from calm_scale.config.training import TrainingConfig
 from calm_scale.training.engine import Batch
+from data_prep.prefetch import prefetch
 
 
 class Samples(Protocol):
@@ -86,15 +85,17 @@ class TrainingBatches:
         picked = np.asarray(self.order(places.reshape(-1)))
         return _batch(step, self.samples, picked, places)
 
-    def iterate(self, step: int, consumed_samples: int) -> Iterator[Batch]:
-        """Batches of steps ``step``, ``step + 1``, …; ends where the data does. Read ahead by ``workers`` threads."""
-        if self.workers == 0:
-            return self._inline(step, consumed_samples)
-        return _ReadAhead(self, step, consumed_samples)
+    def iterate(self, step: int, consumed_samples: int) -> Generator[Batch, None, None]:
+        """Batches of steps ``step``, ``step + 1``, …; ends where the data does. Read ahead by ``workers`` threads,
+        whose number changes nothing in the batches; close it after use."""
+        jobs = self._jobs(step, consumed_samples)
+        if self.workers:
+            return prefetch(jobs, self.workers, depth=2 * self.workers)
+        return (job() for job in jobs)
 
-    def _inline(self, step: int, consumed_samples: int) -> Iterator[Batch]:
+    def _jobs(self, step: int, consumed_samples: int) -> Iterator[Callable[[], Batch]]:
         while not self.exhausted(consumed_samples):
-            yield self.at(step, consumed_samples)
+            yield partial(self.at, step, consumed_samples)
             step, consumed_samples = step + 1, consumed_samples + self.plan.global_batch
 
 
@@ -130,74 +131,3 @@ class EvaluationBatches:
 def _batch(step: int, samples: Samples, picked: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> Batch:
     tokens = torch.from_numpy(samples.gather(picked, np.int64)).view(*places.shape, -1)
     return Batch(step=step, tokens=tokens, sample_ids=torch.from_numpy(places.copy()))
-
-
-_PATIENCE_SECONDS = 5.0
-
-
-class _ReadAhead(Iterator[Batch]):
-    """Worker w reads every ``workers``-th batch; they are handed out in order, so the count changes nothing."""
-
-    def __init__(self, batches: TrainingBatches, step: int, consumed_samples: int, depth: int = 2) -> None:
-        self._stop = threading.Event()
-        self._queues: list[queue.Queue[Batch | BaseException | None]] = [
-            queue.Queue(maxsize=depth) for _ in range(batches.workers)
-        ]
-        self._next = 0
-        self._threads: list[threading.Thread] = []
-        for worker, out in enumerate(self._queues):
-            thread = threading.Thread(
-                target=self._read, args=(batches, step, consumed_samples, worker, out), daemon=True
-            )
-            thread.name = f"read-ahead-{worker}"
-            thread.start()
-            self._threads.append(thread)
-
-    def _read(
-        self,
-        batches: TrainingBatches,
-        step: int,
-        consumed: int,
-        worker: int,
-        out: queue.Queue[Batch | BaseException | None],
-    ) -> None:
-        try:
-            offset = worker
-            while not self._stop.is_set():
-                place = consumed + offset * batches.plan.global_batch
-                if batches.exhausted(place):
-                    self._put(out, None)
-                    return
-                self._put(out, batches.at(step + offset, place))
-                offset += batches.workers
-        except BaseException as error:  # handed to the loop, which raises it
-            self._put(out, error)
-
-    def _put(
-        self, out: queue.Queue[Batch | BaseException | None], item: Batch | BaseException | None
-    ) -> None:
-        while not self._stop.is_set():
-            try:
-                out.put(item, timeout=0.2)
-                return
-            except queue.Full:
-                continue
-
-    def __next__(self) -> Batch:
-        item = self._queues[self._next % len(self._queues)].get()
-        if item is None:
-            self.close()
-            raise StopIteration
-        if isinstance(item, BaseException):
-            self.close()
-            raise item
-        self._next += 1
-        return item
-
-    def close(self) -> None:
-        """Ends the reader threads, and waits for them a little: one that is inside of torch while the interpreter
-        ends would abort the process."""
-        self._stop.set()
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -43,10 +44,19 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """One trained model on all ranks. Every rank makes every call, in the same order."""
+    """One trained model on all ranks. Every rank makes every call, in the same order.
+
+    Attributes:
+        data_rank, data_size: whose share of the global batch this rank reads.
+        place: where this rank stands, for messages, e.g. ``tensor 1, pipeline stage 0, data 2``; empty where its
+            number says it.
+    """
 
     data_rank: int
     data_size: int
+
+    @property
+    def place(self) -> str: ...
 
     def train_step(self, batch: Batch, lr: float) -> StepResult:
         """Forward, backward, clip, update. Skips the update on all ranks when a gradient is not finite."""
@@ -60,36 +70,16 @@ class Engine(Protocol):
         """Every rank writes its shards into an existing folder. The store fsyncs, lists and renames."""
         ...
 
+    def save_async(self, directory: Path) -> Future[None]:
+        """As ``save``, but only copies the state now and writes the copy later: training may go on changing it.
+
+        The future's calls do not communicate between ranks. It must be done before the next ``save_async``.
+        """
+        ...
+
     def load(self, directory: Path) -> None:
         """Every rank reads its shards from a verified folder, whatever layout wrote them."""
         ...
-
-
-@runtime_checkable
-class PendingWrite(Protocol):
-    """A save that goes on in the background. Neither call communicates between ranks."""
-
-    def done(self) -> bool:
-        """This rank's shards are on disk, or its writer failed."""
-        ...
-
-    def wait(self) -> None:
-        """Blocks until done; raises what the writer raised."""
-        ...
-
-
-@runtime_checkable
-class SavesInBackground(Protocol):
-    """An engine that can go on training while its shards are written."""
-
-    def save_async(self, directory: Path) -> PendingWrite:
-        """Copies the state now, returns at once and writes the copy later. Training may then change the state."""
-        ...
-
-
-@runtime_checkable
-class ChecksFinite(Protocol):
-    """An engine that can look through its parameters for NaN and Inf before they are saved."""
 
     def is_finite(self) -> bool:
         """Every parameter on every rank is finite; the same answer on every rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -23,7 +24,7 @@ from calm_scale.runtime.watchdog import Watchdog
 from calm_scale.runtime.world import World
 from calm_scale.training.attempt import Attempt, Ledger, counters_of, resume
 from calm_scale.training.batches import EvaluationBatches, TrainingBatches
-from calm_scale.training.engine import Batch, ChecksFinite, Engine, SavesInBackground, StepResult
+from calm_scale.training.engine import Batch, Engine, StepResult
 from calm_scale.training.nonfinite import NonFiniteError, NonFiniteGuard, is_finite_evaluation
 from calm_scale.training.schedule import learning_rate
 
@@ -100,9 +101,7 @@ def fit(
     )
     if attempt.damage:
         telemetry.warn(attempt.damage)
-    place = f"{identity.stage} rank {world.rank}" + (
-        f" ({where})" if (where := getattr(engine, "place", "")) else ""
-    )
+    place = f"{identity.stage} rank {world.rank}" + (f" ({engine.place})" if engine.place else "")
     watchdog = departure.watchdog if departure is not None else Watchdog(config.stall_seconds, place)
     watchdog.introduce(place, lambda operation: ledger.write("stop", "stalled"))
     loop = _Loop(engine, data, config, store, telemetry, world, identity, ledger, watchdog, stop)
@@ -165,15 +164,13 @@ class _Loop:
         self.telemetry.begin(self.counters.steps, self.config.steps)
         if self.world.is_first:
             on_resumed()
-        batches = self.data.train.iterate(self.counters.steps + 1, self.counters.samples)
         try:
-            return self._train(batches)
+            with closing(self.data.train.iterate(self.counters.steps + 1, self.counters.samples)) as batches:
+                return self._train(batches)
         except NonFiniteError:
             self.store.close()  # what is being written in the background; every rank is here
             self._mark_suspects()
             raise
-        finally:
-            getattr(batches, "close", lambda: None)()
 
     def _resume(self, accept: Sequence[str], step: int | None, fresh: bool) -> Found | None:
         with self.watchdog.doing("resume"), self.ledger.timing("load"):
@@ -304,8 +301,7 @@ class _Loop:
             if self.store.saving is not None:
                 self._tolerating_a_full_disk(self.store.finish)
             self._rotate_if_proven()
-            save_async = self.engine.save_async if isinstance(self.engine, SavesInBackground) else None
-            start = save_async if background and save_async else self.engine.save
+            start = self.engine.save_async if background else self.engine.save
             self._tolerating_a_full_disk(lambda: self.store.begin(step, start, self._card(), background))
             if not background and self.store.saving is not None:
                 self._tolerating_a_full_disk(self.store.finish)
@@ -340,7 +336,7 @@ class _Loop:
             self.telemetry.warn(f"{error}. Training goes on (checkpoint.on_disk_full is `continue`)")
 
     def _refuse_nonfinite_state(self, step: int) -> None:
-        if isinstance(self.engine, ChecksFinite) and not self.engine.is_finite():
+        if not self.engine.is_finite():
             raise NonFiniteError(
                 f"step {step}: a parameter is not finite; not saved. Resume from the newest checkpoint"
             )

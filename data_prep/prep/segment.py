@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from calm_scale.config.files import naming, write_atomically
 from data_prep.errors import CorruptSourceError
 from data_prep.inputs.records import Bad, Reader, Texts
+from data_prep.prefetch import read_ahead
 from data_prep.prep.journal import Journal, SegmentRecord, SplitOutput
 from data_prep.prep.packing import build_packer
 from data_prep.prep.prep_plan import Plan, Split
@@ -31,8 +31,6 @@ _KEPT_BYTES = 1 << 20
 _HASH_RANGE = float(1 << 64)
 _SAMPLE_CHARACTERS = 4096
 _ROWS_AT_ONCE = 8 << 20
-T = TypeVar("T")
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def run_segment(
     notes: Counter[str] = Counter()
     ordinal = 0
     try:
-        with Ahead(reader.texts(segment)) as blocks:
+        with closing(read_ahead(reader.texts(segment))) as blocks:
             for block in blocks:
                 texts = block.texts
                 if duplicates:
@@ -468,54 +466,3 @@ def _repeats(
     order = np.lexsort((where, keys[:, 1], keys[:, 0]))
     keys, where = keys[order], where[order]
     return np.asarray(where[1:][(keys[1:] == keys[:-1]).all(axis=1)], np.int64)
-
-
-class Ahead(Generic[T]):
-    """Iterates ``items`` in a thread, at most ``depth`` ahead. An error of the iterator is raised in its place.
-
-    >>> with Ahead(blocks) as ready:
-    ...     for block in ready: ...
-    """
-
-    def __init__(self, items: Iterator[T], depth: int = 1) -> None:
-        self._items = items
-        self._queue: queue.Queue[tuple[T | None, BaseException | None, bool]] = queue.Queue(depth)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._produce, daemon=True)
-
-    def __enter__(self) -> Iterator[T]:
-        self._thread.start()
-        return self._consume()
-
-    def __exit__(self, *_: object) -> None:
-        """Stop the thread, wherever it is, and wait for it."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _consume(self) -> Iterator[T]:
-        while True:
-            item, error, ended = self._queue.get()
-            if error is not None:
-                raise error
-            if ended:
-                return
-            yield item  # type: ignore[misc]
-
-    def _produce(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put((item, None, False)):
-                    return
-        except BaseException as error:  # handed over, not handled
-            self._put((None, error, False))
-            return
-        self._put((None, None, True))
-
-    def _put(self, entry: tuple[T | None, BaseException | None, bool]) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(entry, timeout=_POLL_SECONDS)
-            except queue.Full:
-                continue
-            return True
-        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from calm_scale.config import RunConfig
 from calm_scale.stages.prep_display import draw_lengths, show_split
 from calm_scale.stages.prepared import verify_shards
 from data_prep.errors import ShardError, ShardMistakeError
+from data_prep.prefetch import read_ahead
 from data_prep.prep import prepare
 from data_prep.prep.megatron import export_megatron, import_megatron, open_megatron
 from data_prep.prep.prep_report import (
@@ -24,7 +26,6 @@ from data_prep.prep.prep_report import (
     verify_split,
     verify_tree,
 )
-from data_prep.prep.segment import Ahead
 from data_prep.shards import HEADER_BYTES
 from data_prep.shards.compressed import compress_split, expand_split
 from data_prep.shards.manifest import Manifest
@@ -285,17 +286,17 @@ def test_megatron_pairs_round_trip_and_match_megatron_itself(tmp_path: Path, pre
         open_megatron(tmp_path / "m/train")
 
 
-def test_ahead_keeps_order_hands_over_errors_and_stops() -> None:
-    with Ahead(iter(range(50)), 3) as items:
+def test_reading_ahead_keeps_order_hands_over_errors_and_stops() -> None:
+    with closing(read_ahead(iter(range(50)), 3)) as items:
         assert list(items) == list(range(50))
 
     def failing():
         yield 1
         raise KeyError("x")
 
-    with Ahead(failing()) as items:
+    with closing(read_ahead(failing())) as items:
         assert next(items) == 1
         with pytest.raises(KeyError):
             next(items)
-    with Ahead(iter(range(10**9))) as items:
+    with closing(read_ahead(iter(range(10**9)))) as items:
         assert next(items) == 0

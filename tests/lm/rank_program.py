@@ -106,8 +106,7 @@ def save_async(engine: Any, run: RunConfig, report: dict[str, Any], out: Path, n
     dist.barrier()
     write = engine.save_async(out / name)
     train(engine, run, report, out, step, step)
-    write.wait()
-    assert write.done()
+    write.result()
     dist.barrier()
 
 

@@ -56,18 +56,6 @@ def test_evaluation_changes_neither_weights_nor_later_noise(engine: MegatronEngi
     assert engine._pass(batch, forward_only=True, namespace="train", step=1) == before
 
 
-def test_masters_follow_weights_that_were_filled_from_elsewhere() -> None:
-    run = RunConfig.model_validate(tiny_run(training={"precision": "bf16"}))
-    engine = MegatronEngine(run, WORLD, FixedCodec(101))
-    weight = engine.models[0].decoder.layers[0].mlp.linear_fc2.weight
-    with torch.no_grad():
-        weight.fill_(0.5)
-    engine.weights_changed()
-    engine.train_step(batch_of(engine, run, 1), 1e-3)
-    torch.testing.assert_close(weight.float(), torch.full_like(weight, 0.5).float(), rtol=0, atol=0.01)
-    dist.destroy_process_group()
-
-
 def test_no_batches_to_evaluate_is_an_error(engine: MegatronEngine) -> None:
     with pytest.raises(ConfigError, match="eval_samples"):
         engine.evaluate([])

@@ -146,7 +146,9 @@ def claims(world: World, folder: Path) -> None:
 def saves(world: World, folder: Path) -> None:
     (folder / "step_00000001.tmp" / "shards").mkdir(parents=True, exist_ok=True)
     card: Any = SimpleNamespace(step=1)
-    saving.Save(folder, world, card, lambda shards: world.on_first(lambda: None), False).run()
+    save = saving.Save(folder, world, card, lambda shards: world.on_first(lambda: None))
+    while save.phase != "committed":
+        save.advance()
 
 
 PLACES: dict[str, tuple[Any, str, Callable[[World, Path], object], tuple[int, ...]]] = {

@@ -76,7 +76,7 @@ def test_no_reader_is_left_after_the_loop(tiny: ModuleType) -> None:
     others = set(threading.enumerate())
     batches = stream(tiny, 3).iterate(1, 0)
     next(batches)
-    assert len(set(threading.enumerate()) - others) == 3
+    assert 0 < len(set(threading.enumerate()) - others) <= 3
     batches.close()
     assert set(threading.enumerate()) <= others
 

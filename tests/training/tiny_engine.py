@@ -6,13 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from calm_scale.runtime.background import Background
 from calm_scale.runtime.world import World
 from calm_scale.training.engine import Batch, StepResult
 
@@ -23,6 +23,8 @@ class TinyEngine:
     ``bad_steps``: a gradient becomes Inf on the last rank at these steps. ``slow_save``/``slow_step``/``slow_eval``:
     seconds each takes, so that a test can hit it. ``stops_at``: the last rank stops (SIGSTOP) inside this step.
     """
+
+    place = ""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class TinyEngine:
             for kind in ("first", "second")
         }
         self.updates = 0
+        self.writer = ThreadPoolExecutor(1)
         self.seen: list[list[int]] = []
 
     def _loss(self, batch: Batch, noisy: bool) -> torch.Tensor:
@@ -124,9 +127,8 @@ class TinyEngine:
     def save(self, directory: Path) -> None:
         self._write(directory, self.state())
 
-    def save_async(self, directory: Path) -> Background:
-        state = self.state()
-        return Background(lambda: self._write(directory, state), "checkpoint-write")
+    def save_async(self, directory: Path) -> Future[None]:
+        return self.writer.submit(self._write, directory, self.state())
 
     def load(self, directory: Path) -> None:
         state: dict[str, torch.Tensor] = {}

@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.autoencoder.objective import SUMS, TrainingObjective, draw_noise, objective_value
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.errors import CalmScaleError, ConfigError
-from calm_scale.runtime.background import Background
 from calm_scale.runtime.noise import PositionNoise
 from calm_scale.runtime.world import World
 from calm_scale.training.deepspeed.setup import build_optimizer, deepspeed_config
@@ -48,6 +48,8 @@ class DeepSpeedEngine:
         last_report: the full report of the latest ``evaluate`` (per-dimension σ, noise curve), or None.
     """
 
+    place = ""
+
     def __init__(
         self,
         stage: AutoencoderStage,
@@ -65,6 +67,7 @@ class DeepSpeedEngine:
         self._stage, self._seed, self._pad_id, self._device = stage, seed, pad_id, world.device
         self._patch_size, self._vocab_size = patch_size, vocab_size
         self._updates = 0
+        self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         model = Autoencoder(stage.model, vocab_size, patch_size, seed=seed).to(world.device)
         self._model = model
         parameters = dict(model.unique_parameters())
@@ -127,10 +130,9 @@ class DeepSpeedEngine:
         """Every rank writes its share of the fp32 weights and Adam moments (safetensors)."""
         self._state.write(directory, self._state.snapshot(), self._updates)
 
-    def save_async(self, directory: Path) -> Background:
+    def save_async(self, directory: Path) -> Future[None]:
         """As ``save``, but only the copy to host memory happens now; writing goes on in a thread."""
-        share, updates = self._state.snapshot(), self._updates
-        return Background(lambda: self._state.write(directory, share, updates), "checkpoint-write")
+        return self._writer.submit(self._state.write, directory, self._state.snapshot(), self._updates)
 
     def load(self, directory: Path) -> None:
         """Load what any ZeRO stage on any number of ranks saved.

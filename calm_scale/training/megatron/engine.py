@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from calm_scale.lm.model import CalmModel
 from calm_scale.lm.sharded import write_shards
 from calm_scale.lm.staging import Staging
 from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets, position_weights
-from calm_scale.runtime.background import Background
 from calm_scale.runtime.megatron import Layout, Ranks, initialize
 from calm_scale.runtime.noise import Namespace
 from calm_scale.runtime.world import COLLECTIVE_SECONDS
@@ -82,6 +82,7 @@ class MegatronEngine:
         _connect(self.models, self.chunks, self.layout)
         self.steps = 0
         self._writers: dist.ProcessGroup | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._staging = Staging()
 
     @property
@@ -200,7 +201,7 @@ class MegatronEngine:
         self._check_replicas_if_asked()
         save_training_state(self.models, self.optimizer, self.steps, self.layout, directory)
 
-    def save_async(self, directory: Path) -> Background:
+    def save_async(self, directory: Path) -> Future[None]:
         """Copy this rank's shards now and write the copy in the background. Every rank calls it.
 
         The copy's CPU memory is kept for the next save; an earlier write must have ended. The checkpoint is the same
@@ -210,12 +211,8 @@ class MegatronEngine:
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
         shards = snapshot(self.models, self.optimizer, self.layout)
-        copied, values, group = (
-            [self._staging.copy(s) for s in shards],
-            plain_values(self.steps),
-            self._writers,
-        )
-        return Background(lambda: write_shards(copied, values, directory, group), "checkpoint-write")
+        copied = [self._staging.copy(shard) for shard in shards]
+        return self._writer.submit(write_shards, copied, plain_values(self.steps), directory, self._writers)
 
     def load(self, directory: Path) -> None:
         """Read weights and optimizer state, whatever layout wrote them.
@@ -224,10 +221,6 @@ class MegatronEngine:
             CheckpointMismatchError: a key is missing, unexpected or of another shape.
         """
         self.steps = load_training_state(self.models, self.optimizer, self.layout, directory)
-
-    def weights_changed(self) -> None:
-        """Call after the models' weights were filled from elsewhere (an import): the fp32 master weights follow."""
-        self.optimizer.inner.reload_model_params()
 
     def _check_replicas_if_asked(self) -> None:
         if language_model_stage(self._run).parallel.check_replicas:
