@@ -43,7 +43,7 @@ def flops(
 ) -> None:
     """FLOPs by component, token and run, beside the paper's Table 1; for a run folder also what was done and wasted."""
     from calm_scale.accounting.report.run_sections import Prices
-    from calm_scale.stages.flops import report
+    from calm_scale.stages.plan.costs import report
 
     refuse_same_file({"--html": html, "--json": json}, {str(target): target for target in targets})
     prices = Prices(dollars_per_device_hour=price, watts_per_device=watts)
@@ -84,7 +84,7 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Layouts ranked, for one or more numbers of nodes: memory, bubble, step, days, cost; and the one to take."""
-    from calm_scale.stages.plan import print_plan
+    from calm_scale.stages.plan.costs import print_plan
 
     refuse_same_file({"--json": json}, {"CONFIG": config, "--calibrate": calibrate})
     resolved = load(config, set_ or ())

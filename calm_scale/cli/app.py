@@ -15,7 +15,7 @@ import warnings
 import typer
 
 from calm_scale import __version__
-from calm_scale.cli import accounting, checkpoints, cluster, configuration, data, demo, scoring, train
+from calm_scale.cli import accounting, checkpoints, cluster, configuration, data, scoring, train
 from calm_scale.config import CalmScaleError
 from calm_scale.config.terminal import survive_any_output
 from launchers.errors import tell_job_script
@@ -47,7 +47,7 @@ def _options(
     """Options that stand before the command."""
 
 
-for room in (data, train, scoring, accounting, cluster, checkpoints, configuration, demo):
+for room in (data, train, scoring, accounting, cluster, checkpoints, configuration):
     room.register(app)
 
 

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 @group.command(epilog="Example: calm-scale config show configs/runs/calm-xl.yaml --set lm.parallel.tensor=4")
 def show(config: ConfigFile, set_: Overrides = None) -> None:
     """Print the resolved file: every default, every `extends:` and override applied, and what `auto` stands for."""
-    from calm_scale.stages.save_notes import save_notes
+    from calm_scale.stages.plan.dry_run import save_notes
 
     resolved = load(config, set_ or ())
     typer.echo(to_yaml(resolved) + "".join(f"# {note}\n" for note in save_notes(resolved)), nl=False)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.default_group import RunByDefault
-from calm_scale.cli.options import ConfigFile, DryRun, Overrides, user_path
+from calm_scale.cli.options import ConfigFile, DryRun, Overrides, RunByDefault, user_path
 from calm_scale.config import load
 
 group = typer.Typer(
@@ -57,7 +56,7 @@ def run(
 @group.command()
 def verify(folder: ShardFolder) -> None:
     """Check every checksum, the arithmetic of the manifest, and the range of the token ids."""
-    from calm_scale.stages.prepared import verify_shards
+    from calm_scale.stages.prep import verify_shards
 
     raise typer.Exit(verify_shards(folder))
 
@@ -80,7 +79,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Show what a split holds: counts, sources, lengths; with --sequence, its text."""
-    from calm_scale.stages.prepared import inspect_shards
+    from calm_scale.stages.prep import inspect_shards
 
     raise typer.Exit(inspect_shards(folder, sequence, tokenizer, picture))
 
@@ -88,7 +87,7 @@ def inspect(
 @group.command()
 def compress(folder: ShardFolder) -> None:
     """Replace a split's shards by their zstd form, which trains as it is."""
-    from calm_scale.stages.prepared import compress_shards
+    from calm_scale.stages.prep import compress_shards
 
     raise typer.Exit(compress_shards(folder))
 
@@ -96,7 +95,7 @@ def compress(folder: ShardFolder) -> None:
 @group.command()
 def expand(folder: ShardFolder) -> None:
     """Bring compressed shards back to their plain form."""
-    from calm_scale.stages.prepared import expand_shards
+    from calm_scale.stages.prep import expand_shards
 
     raise typer.Exit(expand_shards(folder))
 
@@ -109,7 +108,7 @@ def export_megatron(
     ],
 ) -> None:
     """Write a split as a Megatron indexed dataset."""
-    from calm_scale.stages.prepared import export_pair
+    from calm_scale.stages.prep import export_pair
 
     raise typer.Exit(export_pair(folder, prefix))
 
@@ -124,6 +123,6 @@ def import_megatron(
     split: Annotated[str, typer.Option("--split", help="train, autoencoder or heldout.")] = "train",
 ) -> None:
     """Repack a Megatron indexed dataset into a run's split, without tokenizing again."""
-    from calm_scale.stages.prepared import import_pair
+    from calm_scale.stages.prep import import_pair
 
     raise typer.Exit(import_pair(load(config, set_ or ()), prefix, split))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.core
 
 from calm_scale.config import ConfigError
 from calm_scale.config.files import refuse_unwritable
@@ -98,3 +99,14 @@ TensorParallel = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")]
 JsonFile = Annotated[Path | None, output_file("--json", "Write the result to this JSON file.")]
+
+
+class RunByDefault(typer.core.TyperGroup):
+    """Falls back to the subcommand `run` when the first argument names no subcommand."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert `run` before anything that is neither a subcommand nor a call for help."""
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed

@@ -86,7 +86,7 @@ def generate(
     refuse_same_file({"--out": out}, {"CONFIG": config, "--jsonl": jsonl})
     run = load(config, with_device(set_, device))
     tensor = _in_ranks(run, tensor_parallel)
-    from calm_scale.stages.generate import run_generation
+    from calm_scale.stages.texts import run_generation
 
     raise typer.Exit(
         run_generation(run, prompts=prompt or [], jsonl=jsonl, out=out, step=step, tensor=tensor)
@@ -112,7 +112,7 @@ def score(
     refuse_same_file({"--out": out}, {"CONFIG": config, "--jsonl": jsonl})
     run = load(config, with_device(set_, device))
     tensor = _in_ranks(run, tensor_parallel)
-    from calm_scale.stages.score import run_scoring
+    from calm_scale.stages.texts import run_scoring
 
     raise typer.Exit(run_scoring(run, texts=text or [], jsonl=jsonl, out=out, step=step, tensor=tensor))
 

@@ -1,4 +1,4 @@
-"""`calm-scale train-ae` and `train-lm`."""
+"""`calm-scale train-ae`, `train-lm`, and `demo`, which runs them and everything around them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, DryRun, NumRanks, Overrides, UsedDevice, with_device
+from calm_scale.cli.options import ConfigFile, DryRun, NumRanks, Overrides, UsedDevice, user_path, with_device
 from calm_scale.config import load
 from calm_scale.config.run_folder import Stage
 
@@ -42,6 +42,7 @@ def register(app: typer.Typer) -> None:
         "train-lm",
         epilog=f"Example: calm-scale train-lm configs/runs/calm-xl.yaml --set lm.parallel.pipeline=4. {RESUMES}",
     )(train_lm)
+    app.command(epilog="Example: calm-scale demo --quick --out demo-out")(demo)
 
 
 def train_ae(
@@ -97,7 +98,7 @@ def _train(
     config = load(path, overrides)
     if dry_run:
         from calm_scale.stages.before_start import all_notes
-        from calm_scale.stages.dry_run import dry_run as print_dry_run
+        from calm_scale.stages.plan.dry_run import dry_run as print_dry_run
 
         return print_dry_run(config, stage, nproc, all_notes(config, path, overrides, stage), accept)
     code = launch.spawn_if_needed(nproc or launch.default_ranks(config, stage))
@@ -110,3 +111,18 @@ def _train(
     from calm_scale.stages.train import train_lm as train_language_model
 
     return train_language_model(config, accept, resume_step)
+
+
+def demo(
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", help="Folder of the demo's run; a second call starts it anew.", parser=user_path
+        ),
+    ] = Path("demo-out"),
+    quick: Annotated[bool, typer.Option("--quick", help="The 3-minute version.")] = False,
+) -> None:
+    """The whole pipeline on this CPU: real text, MPI prep, ZeRO, Megatron TP 2 stopped and resumed as PP 2, scores."""
+    from calm_scale.stages.demo import run_demo
+
+    raise typer.Exit(run_demo(out, quick=quick))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import Progress
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.config import RunConfig
@@ -18,7 +22,6 @@ from calm_scale.config.files import is_regular, write_output
 from calm_scale.config.run_folder import placed_in
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.model import open_model
-from calm_scale.stages.progress import shown
 from calm_scale.stages.splits import make_ready, open_split, open_together
 
 if TYPE_CHECKING:
@@ -170,3 +173,27 @@ def compare_evaluations(first: Path, second: Path, json_file: Path | None = None
         write_output(json_file, json.dumps(asdict(compared), indent=1, allow_nan=False) + "\n")
     Console().print(table(compared))
     return EXIT_OK
+
+
+LINE_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def shown(
+    title: str, console: Console, line_seconds: float = LINE_SECONDS
+) -> Iterator[Callable[[int, int], None]]:
+    """A function ``(done, total)`` that shows how far ``title`` is; a quiet console shows nothing."""
+    if console.is_terminal and not console.quiet:
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task(title)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    told = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= line_seconds:
+            told = time.monotonic()
+            console.print(f"{title}: {done:,} of {total:,}", highlight=False, markup=False)
+
+    yield line

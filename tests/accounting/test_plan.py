@@ -19,7 +19,7 @@ from calm_scale.accounting.placement import stage_parameters
 from calm_scale.accounting.report.plan_sections import plan_document, scaling_document
 from calm_scale.accounting.report.render import to_json, to_markdown
 from calm_scale.config import ConfigError, RunConfig, load, to_yaml
-from calm_scale.stages.plan import node_counts
+from calm_scale.stages.plan.costs import node_counts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BUILDER = Path(__file__).with_name("build_fake_ranks.py")

@@ -13,7 +13,7 @@ from calm_scale.accounting.report.plan_sections import plan_document
 from calm_scale.accounting.report.render import to_markdown
 from calm_scale.config import ConfigError, RunConfig, load
 from calm_scale.config.training import UNESTIMATED_STEPS, CheckpointConfig
-from calm_scale.stages.save_notes import save_notes
+from calm_scale.stages.plan.dry_run import save_notes
 
 XL = Path(__file__).parents[2] / "configs" / "runs" / "calm-xl.yaml"
 

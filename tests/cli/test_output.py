@@ -37,7 +37,7 @@ def test_a_narrow_encoding_degrades_the_output(encoding: str) -> None:
 def test_json_lines_on_a_narrow_stdout_keep_every_character() -> None:
     program = (
         "from calm_scale.config.terminal import survive_any_output as s; s()\n"
-        "from calm_scale.stages.json_lines import write_lines as w; w([{'text': 'é→😀'}], None)"
+        "from calm_scale.stages.texts import write_lines as w; w([{'text': 'é→😀'}], None)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from calm_scale.config import to_yaml
-from calm_scale.stages.progress import shown
+from calm_scale.stages.evaluate import shown
 
 
 @pytest.mark.ranks

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from calm_scale.cli.app import main
 from calm_scale.config import RunConfig
+from calm_scale.stages.prep import verify_shards
 from calm_scale.stages.prep_display import show_split
-from calm_scale.stages.prepared import verify_shards
 from data_prep.prep import prepare
 from data_prep.prep.prep_report import store_definition
 from data_prep.shards.manifest import Manifest

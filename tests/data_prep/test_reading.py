@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from calm_scale.config import RunConfig
+from calm_scale.stages.prep import verify_shards
 from calm_scale.stages.prep_display import draw_lengths, show_split
-from calm_scale.stages.prepared import verify_shards
 from data_prep.errors import ShardError, ShardMistakeError
 from data_prep.prefetch import read_ahead
 from data_prep.prep import prepare

@@ -16,8 +16,8 @@ from calm_scale.accounting.hardware import device
 from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, load, load_as
 from calm_scale.config.cluster import ClusterConfig
-from calm_scale.stages.disk_needs import disk_needs, lack_of_space
-from calm_scale.stages.run_plan import look_at_text, run_plan
+from calm_scale.stages.plan.disk_needs import disk_needs, lack_of_space
+from calm_scale.stages.plan.run_plan import look_at_text, run_plan
 from data_prep.prep.prep_plan import estimate
 from data_prep.tokenizer.definition import train_bpe
 from launchers.slurm.layout import shape_of

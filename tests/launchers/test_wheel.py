@@ -17,7 +17,7 @@ PROGRAM = """
 import launchers.slurm.templates as templates, sys
 from calm_scale.cli.app import main
 from calm_scale.config import load
-from calm_scale.stages.demo.layout import presets
+from calm_scale.stages.demo.commands import presets
 print(templates.TEMPLATES, load(presets() / "quick.yaml").name)
 sys.argv[0] = "calm-scale"
 main()

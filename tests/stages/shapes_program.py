@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.runtime.world import World, init_world
-from calm_scale.stages.dry_run import stage_plan
+from calm_scale.stages.plan.dry_run import stage_plan
 from calm_scale.training.deepspeed.engine import DeepSpeedEngine
 from calm_scale.training.engine import Batch
 from calm_scale.training.megatron.engine import MegatronEngine

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from calm_scale.config import load
-from calm_scale.stages.demo.commands import DemoError, mpirun, run, shown
-from calm_scale.stages.demo.curves import draw
-from calm_scale.stages.demo.layout import DemoFolder
+from calm_scale.stages.demo.commands import DemoError, DemoFolder, mpirun, run, shown
+from calm_scale.stages.demo.report import draw
 from calm_scale.stages.launch import this_program
 
 

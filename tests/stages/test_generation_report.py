@@ -13,7 +13,7 @@ import pytest
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.sampling.generate import Completion, Generation
 from calm_scale.stages.evaluate import run_evaluation
-from calm_scale.stages.generate import _say_speed, _write_lines, run_generation
+from calm_scale.stages.texts import _say_speed, _write_lines, run_generation
 
 
 def _done(*heads: Any, fallbacks: int = 0) -> Generation:

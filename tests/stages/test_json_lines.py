@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from calm_scale.config import ConfigError
-from calm_scale.stages.json_lines import given_texts, read_texts
+from calm_scale.stages.texts import given_texts, read_texts
 
 
 def test_texts_are_read_in_order_whatever_they_hold(tmp_path: Path) -> None:

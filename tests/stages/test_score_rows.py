@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.stages import score as stage
+from calm_scale.stages import texts as stage
 
 
 class _Uniform:

@@ -13,9 +13,16 @@ from calm_scale.config import RunConfig
 from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
 from calm_scale.config.run_folder import StageFolder
 from calm_scale.record.metrics import highest_step
-from calm_scale.stages.demo.commands import DemoError, mpirun, run, shown
-from calm_scale.stages.demo.layout import FIRST_LAYOUT, SECOND_LAYOUT, DemoFolder
-from calm_scale.stages.demo.results import newest_layout
+from calm_scale.stages.demo.commands import (
+    FIRST_LAYOUT,
+    SECOND_LAYOUT,
+    DemoError,
+    DemoFolder,
+    mpirun,
+    run,
+    shown,
+)
+from calm_scale.stages.demo.report import newest_layout
 from calm_scale.stages.launch import this_program
 
 PROMPTS = ("def ", "Return the ", "import ", "The ")

@@ -14,8 +14,8 @@ from calm_scale.accounting.report.plan_sections import layout_name
 from calm_scale.accounting.step_time import estimated_step, training_time
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.run_folder import TRAINED, Stage
-from calm_scale.stages.disk_needs import DiskNeed, disk_rows
-from calm_scale.stages.dry_run import two_columns
+from calm_scale.stages.plan.disk_needs import DiskNeed, disk_rows
+from calm_scale.stages.plan.dry_run import two_columns
 from calm_scale.stages.prep_display import tell
 from data_prep.errors import TokenizerError
 from data_prep.prep.prep_plan import Estimate, estimate
@@ -80,7 +80,7 @@ def run_plan(
     """Text, tokens available and needed, disk and hours of the stages in ``shapes``.
 
     Args:
-        needs: from :func:`~calm_scale.stages.disk_needs.disk_needs`, of this run or of all runs of a sweep.
+        needs: from :func:`~calm_scale.stages.plan.disk_needs.disk_needs`, of this run or of all runs of a sweep.
         chip: for hours; None where the device is not known.
         num_runs: of a sweep; hours are those of one of them.
         unknown: what to say of the hours without a ``chip``; empty says nothing.

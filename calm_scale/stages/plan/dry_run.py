@@ -1,4 +1,4 @@
-"""`train-ae --dry-run` and `train-lm --dry-run`: what would run, how much of it, and does it fit. No torch."""
+"""`train-ae --dry-run` and `train-lm --dry-run`: what would run, how often it saves, does it fit. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from calm_scale.accounting.report.document import bytes_text, flops_text
 from calm_scale.accounting.step_time import training_time
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
-from calm_scale.config.run_folder import Stage
+from calm_scale.config.run_folder import TRAINED, Stage
 from calm_scale.config.terminal import counted
 from calm_scale.config.training import TrainingConfig
 from calm_scale.stages.before_start import problems, resume_refusals
@@ -153,3 +153,39 @@ def _work(
     else:
         rows.append(("data", f"not prepared yet ({config.data_dir / split})"))
     return rows
+
+
+GPU = "h100"
+GPUS_PER_NODE = 8
+
+
+def save_notes(config: RunConfig) -> list[str]:
+    """One line for each stage that saves at the automatic interval: the number on H100 nodes, and why.
+
+    The layout is the configuration's; where that leaves the number of ranks open, one node is filled.
+    """
+    return [
+        f"{stage}.training.checkpoint.interval: {_note(config, stage)}"
+        for stage in TRAINED
+        if config.has(stage) and config.require_stage(stage).training.checkpoint.interval == "auto"
+    ]
+
+
+def _note(config: RunConfig, stage: Stage) -> str:
+    ranks = _ranks(config, stage)
+    nodes = -(-ranks // GPUS_PER_NODE)
+    try:
+        text = saves.interval_text(config, stage, ranks=ranks, nodes=nodes, chip=hardware.device(GPU))
+    except ConfigError as error:
+        return f"not known for this layout ({error})"
+    return f"on {nodes} × {GPUS_PER_NODE} {GPU} {text}; `calm-scale plan` says it for other machines"
+
+
+def _ranks(config: RunConfig, stage: Stage) -> int:
+    if stage == Stage.AUTOENCODER:
+        named = config.autoencoder.zero.data if config.autoencoder else None
+        return named or GPUS_PER_NODE
+    ranks, parallel = default_ranks(config, stage), config.lm.parallel if config.lm else None
+    if parallel is None or parallel.data is not None:
+        return ranks
+    return max(ranks, GPUS_PER_NODE // ranks * ranks)
