@@ -7,29 +7,39 @@ import shutil
 import traceback
 from pathlib import Path
 
-from calm_scale.config.errors import CalmScaleError, ConfigError
+from calm_scale.config.errors import EXIT_USAGE, CalmScaleError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No room on the disk, none in the quota, or a limit on the size of a file."""
 
 
-class PrepError(CalmScaleError):
-    """Preparing the data cannot go on. Its subclasses that name damaged or mistaken input would fail again."""
+class _DataError(CalmScaleError):
+    """``mistake``: what was asked cannot be done as it was asked; repeating it would not help (exit code 2)."""
+
+    def __init__(self, text: str, *, mistake: bool = False) -> None:
+        super().__init__(text)
+        if mistake:
+            self.exit_code, self.may_pass = EXIT_USAGE, False
+
+
+class PrepError(_DataError):
+    """Preparing the data cannot go on. Its subclasses that name damaged input would fail again."""
 
     may_pass = True
 
 
-class PrepMistakeError(PrepError, ConfigError):
-    """What was asked cannot be done as it was asked; repeating it would not help (exit code 2)."""
+class StarvedSplitError(PrepError):
+    """A split did not get one whole sequence (exit code 2)."""
 
+    exit_code = EXIT_USAGE
     may_pass = False
 
 
-class StarvedSplitError(PrepMistakeError):
-    """A split did not get one whole sequence."""
+class DiskFullError(PrepError):
+    """A file system, a quota or a limit on the size of files left no room for a shard."""
 
 
-class ShardError(CalmScaleError):
+class ShardError(_DataError):
     """A shard or manifest is missing, damaged, incomplete, or not what it says it is."""
 
 
@@ -37,14 +47,6 @@ class ShardStorageError(ShardError):
     """A folder of shards cannot be read or written just now: a full disk, a filesystem that does not answer."""
 
     may_pass = True
-
-
-class ShardMistakeError(ShardError, ConfigError):
-    """The shards asked for are not there, or cannot be what was asked (exit code 2)."""
-
-
-class DiskFullError(PrepError):
-    """A file system, a quota or a limit on the size of files left no room for a shard."""
 
 
 class SourceError(PrepError):
@@ -57,33 +59,22 @@ class CorruptSourceError(SourceError):
     may_pass = False
 
 
-class SourceMistakeError(SourceError, PrepMistakeError):
-    """A source names nothing that can be read (exit code 2)."""
-
-
 class TokenizerError(PrepError):
-    """A tokenizer cannot be loaded, or two encoders disagree."""
-
-
-class TokenizerMistakeError(TokenizerError, PrepMistakeError):
-    """The tokenizer named is none, or lacks what the settings ask of it (exit code 2)."""
+    """A tokenizer cannot be loaded."""
 
 
 class EncoderMismatchError(TokenizerError):
-    """A fast encoder gave other ids than the reference on a document of the corpus.
-
-    ``reference`` names the encoder that is right.
-    """
+    """A fast encoder gave other ids than the encoder ``reference``, which is right."""
 
     may_pass = False
 
     def __init__(self, text: str, reference: str) -> None:
-        super().__init__(text, reference)
-        self.text, self.reference = text, reference
+        super().__init__(text)
+        self.reference = reference
 
-    def __str__(self) -> str:
-        """The message alone."""
-        return self.text
+    def __reduce__(self) -> tuple[type[EncoderMismatchError], tuple[str, str], dict[str, object]]:
+        """Other processes get the reference too."""
+        return type(self), (str(self), self.reference), self.__dict__
 
 
 def describe_full_disk(path: Path | None, missing: int = 0) -> str:

@@ -5,8 +5,6 @@ The launchers and the job scripts decide from the exit status whether a job goes
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 EXIT_OK = 0
 """The job is finished."""
 
@@ -32,12 +30,12 @@ class CalmScaleError(Exception):
     ``exit_code``. ``may_pass``: whether the same command may succeed later or on another node, as it stands.
     ``shared_from``: the rank on which it occurred, once every rank of the job has it."""
 
-    exit_code: ClassVar[int] = EXIT_ERROR
-    may_pass: ClassVar[bool] = False
+    exit_code: int = EXIT_ERROR
+    may_pass: bool = False
     shared_from: int | None = None
 
 
 class ConfigError(CalmScaleError, ValueError):
     """A user's configuration mistake: says what is wrong, where (file:line or key path), and what to do."""
 
-    exit_code: ClassVar[int] = EXIT_USAGE
+    exit_code: int = EXIT_USAGE

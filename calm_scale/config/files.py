@@ -66,13 +66,13 @@ _SHOWN = 5
 
 
 def read_object(
-    path: Path, *, remedy: str = "", raises: type[CalmScaleError] = ConfigError
+    path: Path, *, remedy: str = "", raises: Callable[[str], CalmScaleError] = ConfigError
 ) -> dict[str, Any]:
     """The JSON object in a file.
 
     Args:
         remedy: what to do about a file that is missing or damaged.
-        raises: the error's type.
+        raises: makes the error of its text.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def checked(
     where: object,
     *,
     remedy: str = "",
-    raises: type[CalmScaleError] = ConfigError,
+    raises: Callable[[str], CalmScaleError] = ConfigError,
 ) -> M:
     """``raw`` as a model; ``where`` says whose values they are (a file, a key of it)."""
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.config.errors import EXIT_NONFINITE, CalmScaleError
@@ -21,7 +20,7 @@ _ADVICE = (
 class NonFiniteError(CalmScaleError):
     """The run stopped because its numbers are no longer finite; nothing of that is resumed unasked."""
 
-    exit_code: ClassVar[int] = EXIT_NONFINITE
+    exit_code: int = EXIT_NONFINITE
 
 
 @dataclass

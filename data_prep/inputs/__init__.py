@@ -15,7 +15,7 @@ import zstandard
 
 from calm_scale.config.data import SourceConfig
 from calm_scale.config.terminal import counted
-from data_prep.errors import SourceError, SourceMistakeError
+from data_prep.errors import SourceError
 from data_prep.inputs.tables import commit_of
 
 _LINES = (".jsonl", ".json", ".ndjson")
@@ -88,7 +88,7 @@ def list_inputs(sources: tuple[SourceConfig, ...], tell: Callable[[str], object]
     Files of no known extension are left out; ``tell`` is given one line a source that counts them.
 
     Raises:
-        SourceMistakeError: a pattern matches nothing readable, a file or a dataset is named twice, something that may
+        SourceError: a pattern matches nothing readable, a file or a dataset is named twice, something that may
             hold text cannot be looked into, or a name is not UTF-8.
     """
     inputs: list[Input] = []
@@ -104,7 +104,7 @@ def list_inputs(sources: tuple[SourceConfig, ...], tell: Callable[[str], object]
             unknown |= dict.fromkeys(path for path in found if kind_of(path) is None)
             readable = [path for path in found if kind_of(path)]
             if not readable:
-                raise SourceMistakeError(_nothing(pattern, found))
+                raise SourceError(_nothing(pattern, found), mistake=True)
             _check_names(readable)
             inputs += [
                 _describe(number, path)
@@ -129,15 +129,16 @@ class _Claims:
         """Whether ``source`` is the first to read ``key``; ``False`` where it does so already.
 
         Raises:
-            SourceMistakeError: another source reads it.
+            SourceError: another source reads it.
         """
         claims = self._claims.setdefault(key, {})
         for other_split, other in claims.items():
             if split is None or other_split is None or other_split == split:
                 if other == source:
                     return False
-                raise SourceMistakeError(
-                    f"{what} belongs to two sources ({other} and {source}) and would be stored twice; name it once"
+                raise SourceError(
+                    f"{what} belongs to two sources ({other} and {source}) and would be stored twice; name it once",
+                    mistake=True,
                 )
         claims[split] = source
         return True
@@ -145,13 +146,15 @@ class _Claims:
 
 def _check_fields(number: int, source: SourceConfig) -> None:
     if source.text_field == "meta" and (source.include_sets or source.exclude_sets):
-        raise SourceMistakeError(
+        raise SourceError(
             f"prep.sources[{number}]: text_field is `meta`, where include_sets and exclude_sets look for the set's "
-            "name: take the filters out, or name another field"
+            "name: take the filters out, or name another field",
+            mistake=True,
         )
     if not all(name.strip() for name in (source.paths if source.dataset is None else [source.dataset])):
-        raise SourceMistakeError(
-            f"prep.sources[{number}] holds an empty path: name a file, a glob or a folder (`.` is the current one)"
+        raise SourceError(
+            f"prep.sources[{number}] holds an empty path: name a file, a glob or a folder (`.` is the current one)",
+            mistake=True,
         )
 
 
@@ -215,14 +218,16 @@ def _files_at(path: Path, entered: set[tuple[int, int]]) -> Iterator[Path]:
         if stat.S_ISREG(status.st_mode):
             yield file
         elif not stat.S_ISDIR(status.st_mode) and kind_of(file):
-            raise SourceMistakeError(f"{_shown(file)} is no regular file: name one that holds its text")
+            raise SourceError(
+                f"{_shown(file)} is no regular file: name one that holds its text", mistake=True
+            )
 
 
 def _below(path: Path, entered: set[tuple[int, int]]) -> Iterator[tuple[Path, os.stat_result]]:
     """``path`` and all that is below it but what is hidden; no folder twice, since links may lead back.
 
     Raises:
-        SourceMistakeError: a folder cannot be read, or a link leads nowhere.
+        SourceError: a folder cannot be read, or a link leads nowhere.
     """
     waiting = [path]
     while waiting:
@@ -245,13 +250,14 @@ def _is_folder(path: Path) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _lost(path: Path) -> SourceMistakeError:
+def _lost(path: Path) -> SourceError:
     if path.is_symlink():
-        return SourceMistakeError(
-            f"{_shown(path)} is a link to {_shown(path.readlink())}, which is not there: repair or remove it"
+        return SourceError(
+            f"{_shown(path)} is a link to {_shown(path.readlink())}, which is not there: repair or remove it",
+            mistake=True,
         )
-    return SourceMistakeError(
-        f"{_shown(path)} is not there any more; rerun prep when nothing changes its inputs"
+    return SourceError(
+        f"{_shown(path)} is not there any more; rerun prep when nothing changes its inputs", mistake=True
     )
 
 
@@ -260,8 +266,9 @@ def _check_names(paths: list[Path]) -> None:
         try:
             str(path).encode()
         except UnicodeEncodeError:
-            raise SourceMistakeError(
-                f"the name {os.fsencode(path)!r} is not UTF-8, and no plan can hold it: rename it"
+            raise SourceError(
+                f"the name {os.fsencode(path)!r} is not UTF-8, and no plan can hold it: rename it",
+                mistake=True,
             ) from None
 
 
@@ -270,8 +277,9 @@ def _entries(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder), reverse=True)  # noqa: PTH208
     except OSError as error:
-        raise SourceMistakeError(
-            f"the folder {_shown(folder)} cannot be read: {error.strerror}; make it readable or leave it out"
+        raise SourceError(
+            f"the folder {_shown(folder)} cannot be read: {error.strerror}; make it readable or leave it out",
+            mistake=True,
         ) from None
 
 
@@ -279,14 +287,16 @@ def _status(path: Path, *, follow: bool = True) -> os.stat_result | None:
     """``None`` where nothing is there; of a link what it leads to, or with ``follow=False`` its own.
 
     Raises:
-        SourceMistakeError: it cannot be told.
+        SourceError: it cannot be told.
     """
     try:
         return path.stat(follow_symlinks=follow)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     except OSError as error:
-        raise SourceMistakeError(f"{_shown(path)} cannot be read: {error.strerror}; check the path") from None
+        raise SourceError(
+            f"{_shown(path)} cannot be read: {error.strerror}; check the path", mistake=True
+        ) from None
 
 
 def _list_dataset(source: int, name: str, split: str, claims: _Claims) -> Input:
@@ -295,7 +305,9 @@ def _list_dataset(source: int, name: str, split: str, claims: _Claims) -> Input:
     status = _status(folder)
     if status is None or not stat.S_ISDIR(status.st_mode):
         if folder.is_absolute() or name.startswith(("./", "../", "~")):
-            raise SourceMistakeError(f"prep.sources: there is no dataset folder {name}; check the path")
+            raise SourceError(
+                f"prep.sources: there is no dataset folder {name}; check the path", mistake=True
+            )
         commit = commit_of(name, split)
         claims.claim(f"hub {commit or name}", source, f"the dataset {name!r} (split {split!r})", split)
         return Input(source, name, "hub", 0, 0, 0, commit)
@@ -343,7 +355,7 @@ def _identify(path: Path) -> tuple[os.stat_result, bytes, str]:
             file.seek(max(0, status.st_size - SAMPLE_BYTES))
             tail = file.read(SAMPLE_BYTES)
     except OSError as error:
-        raise SourceMistakeError(f"{path} cannot be read: {error.strerror}") from None
+        raise SourceError(f"{path} cannot be read: {error.strerror}", mistake=True) from None
     return status, head, xxhash.xxh3_128_hexdigest(f"{status.st_size} ".encode() + head + tail)
 
 

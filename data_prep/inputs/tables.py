@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_prep.errors import CorruptSourceError, SourceError, SourceMistakeError
+from data_prep.errors import CorruptSourceError, SourceError
 
 T = TypeVar("T")
 _BATCH_ROWS = 2048
@@ -55,8 +55,9 @@ class ParquetRows:
         self._errors = (pyarrow.ArrowException, OSError)
         names = self._file.schema_arrow.names
         if text_field not in names:
-            raise SourceMistakeError(
-                f"{path} has no column {text_field!r} (it has: {', '.join(names)}); set text_field"
+            raise SourceError(
+                f"{path} has no column {text_field!r} (it has: {', '.join(names)}); set text_field",
+                mistake=True,
             )
         self._columns = [text_field, *(["meta"] if with_sets and "meta" in names else [])]
         self._groups = self._group(segment_bytes)
@@ -143,8 +144,9 @@ class DatasetRows:
             sets: list[str | None] = []
             for row in rows:
                 if self._field not in row:
-                    raise SourceMistakeError(
-                        f"the dataset {self._name!r} has no field {self._field!r}: {sorted(row)}"
+                    raise SourceError(
+                        f"the dataset {self._name!r} has no field {self._field!r}: {sorted(row)}",
+                        mistake=True,
                     )
                 values.append(row[self._field])
                 sets.append(set_name(row.get("meta")))
@@ -201,7 +203,7 @@ def open_dataset(name: str, split: str, commit: str | None) -> Any:
     """A dataset of ``datasets``: the folder ``name``, or where there is a ``commit`` the name on a hub, streamed.
 
     Raises:
-        SourceError: it cannot be opened; ``SourceMistakeError`` where it has no such split, no rows, or is not there.
+        SourceError: it cannot be opened; ``SourceError`` where it has no such split, no rows, or is not there.
     """
     import datasets
 
@@ -225,12 +227,12 @@ def _opened(name: str, split: str) -> Any:
         if _was_saved(Path(name)):
             return _load_saved(Path(name), split, what)
         return datasets.load_dataset(name, split=split, streaming=True)
-    except SourceMistakeError:
+    except SourceError:
         raise
     except (pyarrow.ArrowException, json.JSONDecodeError) as error:
         raise SourceError(_damaged(what, error)) from None
     except (FileNotFoundError, ValueError, KeyError) as error:
-        raise SourceMistakeError(_misnamed(what, error)) from None
+        raise SourceError(_misnamed(what, error), mistake=True) from None
     except Exception as error:  # of the library or of its file formats
         raise SourceError(_damaged(what, error)) from None
 
@@ -241,10 +243,10 @@ def _load_saved(folder: Path, split: str, what: str) -> Any:
     if (folder / "dataset_dict.json").exists():
         splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         if split not in splits:
-            raise SourceMistakeError(f"{what} has no such split; it has: {', '.join(splits)}")
+            raise SourceError(f"{what} has no such split; it has: {', '.join(splits)}", mistake=True)
         folder /= split
     if not json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
-        raise SourceMistakeError(f"{what} holds no rows: name one that does, or leave it out")
+        raise SourceError(f"{what} holds no rows: name one that does, or leave it out", mistake=True)
     return datasets.load_from_disk(str(folder))
 
 
@@ -272,11 +274,12 @@ def _reached(name: str, split: str, action: Callable[[], T]) -> T:
     try:
         return _within(OPEN_SECONDS, action)
     except RepositoryNotFoundError:
-        raise SourceMistakeError(
-            f"{what} is not on the hub, or is not for everyone: check its name, log in with `hf auth login`"
+        raise SourceError(
+            f"{what} is not on the hub, or is not for everyone: check its name, log in with `hf auth login`",
+            mistake=True,
         ) from None
     except (FileNotFoundError, ValueError, KeyError) as error:
-        raise SourceMistakeError(_misnamed(what, error)) from None
+        raise SourceError(_misnamed(what, error), mistake=True) from None
     except TimeoutError:
         raise SourceError(
             f"{what} did not answer within {OPEN_SECONDS:.0f} s: is there a network on this node? Download it where "

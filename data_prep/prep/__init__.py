@@ -41,6 +41,7 @@ from data_prep.prep.workers import (
     StoppedError,
     Worker,
     detect_ranks,
+    end_with_parent,
     run_workers,
     total_progress,
 )
@@ -243,7 +244,7 @@ def _find_done(plan: Plan, journal: Journal) -> PrepReport | None:
     """The report of a finished prep of this very plan whose shards are all there.
 
     Raises:
-        PrepMistakeError: it is the prep of other settings or inputs.
+        PrepError: it is the prep of other settings or inputs.
         ShardError: it was finished, and is damaged now.
     """
     report = PrepReport.read(journal.data_dir)
@@ -284,15 +285,15 @@ def _work(config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer
     plan, journal = begun.plan, begun.journal
     try:
         if ranks.size > 1:
-            launcher = os.getppid()  # when it is gone, nobody else would end this rank
-            Worker(plan, journal, build_task(task, plan, journal, tokenizer), ranks.rank, launcher).run()
+            end_with_parent(os.getppid())
+            Worker(plan, journal, build_task(task, plan, journal, tokenizer), ranks.rank).run()
         else:
             origin = (config.tokenizer, config.tokenizer_path)
             run_workers(plan, journal, task, origin, tokenizer, plan.prep.workers)
     except StoppedError:
         raise
-    except BaseException as error:
-        journal.fail(ranks.rank, explain(error, f"rank {ranks.rank}"))
+    except BaseException:
+        journal.stop()
         raise
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from calm_scale.config.files import FILE_WAIT_VARIABLE, file_wait_seconds, wait_until_visible
-from data_prep.errors import PrepError, PrepMistakeError, SourceError
+from data_prep.errors import PrepError, SourceError
 from data_prep.inputs import Input
 from data_prep.inputs.lines import BOM, LineStream
 from data_prep.inputs.records import HARMLESS
@@ -154,7 +154,7 @@ def check_limit(plan: Plan, totals: Totals, rejected: Path | None) -> None:
 
     Raises:
         PrepError: says how much, of what kinds, and where the records are.
-        PrepMistakeError: a source or an input has no usable record and ``prep.on_unusable_input`` is stop.
+        PrepError: a source or an input has no usable record and ``prep.on_unusable_input`` is stop.
     """
     where = f"; every one is in {rejected} with its file and line" if rejected else ""
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(totals.quarantined.items()))
@@ -346,16 +346,17 @@ def refuse_unusable(plan: Plan, unusable: dict[str, str]) -> None:
     """Refuse sources and inputs without a usable record unless ``prep.on_unusable_input`` allows them.
 
     Raises:
-        PrepMistakeError: names each, what is wrong with its records and the keys that were found in them.
+        PrepError: names each, what is wrong with its records and the keys that were found in them.
     """
     if not unusable or plan.prep.on_unusable_input == "report":
         return
     lines = [f"  {name}: {why}" for name, why in islice(unusable.items(), _NAMED_INPUTS)]
     more = len(unusable) - len(lines)
     lines += [f"  and {more} more"] if more else []
-    raise PrepMistakeError(
+    raise PrepError(
         "without a usable record:\n" + "\n".join(lines) + "\n"
-        "Correct the sources, or go on without them: prep.on_unusable_input: report (finished work is kept)"
+        "Correct the sources, or go on without them: prep.on_unusable_input: report (finished work is kept)",
+        mistake=True,
     )
 
 

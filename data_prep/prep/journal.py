@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from calm_scale.config.data import SPLITS
 from calm_scale.config.files import checked, read_object, write_atomically
-from data_prep.errors import PrepError, PrepMistakeError
+from data_prep.errors import PrepError
 from data_prep.inputs import SAMPLE_BYTES, Input, identify_by_times
 from data_prep.inputs.records import HARMLESS, Reader
 from data_prep.prep.prep_plan import Plan
@@ -123,19 +124,20 @@ class Journal:
             self._refuse_strangers()
             return
         remedy = "discard the old work with --restart"
-        old = read_object(self._stated, remedy=remedy, raises=PrepMistakeError)
+        old = read_object(self._stated, remedy=remedy, raises=partial(PrepError, mistake=True))
         settings = old.get("settings")
         if not isinstance(settings, dict) or not isinstance(settings.get("inputs"), list):
-            raise PrepMistakeError(f"{self._stated} does not hold the settings of a prep; {remedy}")
+            raise PrepError(f"{self._stated} does not hold the settings of a prep; {remedy}", mistake=True)
         changes = list_changes(
             plan,
             settings,
             has_same_content or (lambda item: has_content_of(plan, item, self._read_recorded(item))),
         )
         if changes:
-            raise PrepMistakeError(
+            raise PrepError(
                 f"{self.data_dir} holds {what} with other settings or inputs ({'; '.join(changes)}). Nothing was "
-                "mixed: put them back, choose another folder, or discard the old work with --restart"
+                "mixed: put them back, choose another folder, or discard the old work with --restart",
+                mistake=True,
             )
 
     def _read_recorded(self, item: int) -> dict[int, SegmentRecord]:
@@ -148,9 +150,10 @@ class Journal:
         manifests = [self.data_dir / folder / "manifest.json" for folder in (".", *SPLITS)]
         found = next((path for path in manifests if path.exists()), None)
         if found is not None:
-            raise PrepMistakeError(
+            raise PrepError(
                 f"{found} is not known to be of this prep: {self._stated} is not there (an imported split, or "
-                "removed). Choose another folder, or discard what is there with --restart"
+                "removed). Choose another folder, or discard what is there with --restart",
+                mistake=True,
             )
 
     def clear(self) -> None:
@@ -208,17 +211,13 @@ class Journal:
             return False
         return True
 
-    def fail(self, rank: int, text: str) -> None:
-        """Tell every process of this attempt to stop, and why."""
-        path = self.attempt_dir / f"error-{rank:05d}"
-        try:
-            write_atomically(path, text)
-        except OSError:  # a full disk: an empty file needs no space
-            path.touch()
+    def stop(self) -> None:
+        """Make every process of this attempt stop."""
+        (self.attempt_dir / "stopped").touch()
 
-    def failed(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether a process of this attempt has failed."""
-        return any(self.attempt_dir.glob("error-*"))
+        return (self.attempt_dir / "stopped").exists()
 
 
 class SplitOutput(BaseModel):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from calm_scale.config.files import checked, naming, new_file, read_object, write_atomically
 from calm_scale.config.terminal import counted
-from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
+from data_prep.errors import PrepError, ShardError
 from data_prep.prep.packing import Packer, build_packer, filler_id
 from data_prep.shards import SUFFIX, ShardHeader, ShardWriter, token_dtype
 from data_prep.shards.manifest import (
@@ -70,7 +71,7 @@ def open_megatron(prefix: Path) -> MegatronIndex:
         raw = index_path.read_bytes()
         size = data_path.stat().st_size
     except OSError as error:
-        raise ShardMistakeError(f"{error.filename}: {error.strerror}") from None
+        raise ShardError(f"{error.filename}: {error.strerror}", mistake=True) from None
     dtype, lengths, bounds = _parse_index(raw, index_path)
     stated = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     if size != stated:
@@ -83,10 +84,12 @@ def _beside(prefix: Path, suffix: str) -> Path:
     """``prefix`` with ``suffix`` after its name.
 
     Raises:
-        ShardMistakeError: it has no name.
+        ShardError: it has no name.
     """
     if prefix.name in ("", ".."):
-        raise ShardMistakeError(f"PREFIX {prefix} is a folder; add the pair's name, without .bin or .idx")
+        raise ShardError(
+            f"PREFIX {prefix} is a folder; add the pair's name, without .bin or .idx", mistake=True
+        )
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -97,13 +100,14 @@ def _parse_index(raw: bytes, path: Path) -> tuple[np.dtype[np.integer], NDArray[
         ShardError: of another format, truncated, or of sequences or documents that cannot be.
     """
     if raw[: len(_MAGIC)] != _MAGIC:
-        raise ShardMistakeError(f"{path} is no Megatron index; name the pair without .bin or .idx")
+        raise ShardError(f"{path} is no Megatron index; name the pair without .bin or .idx", mistake=True)
     if len(raw) < _HEAD.size:
         raise ShardError(f"{path} is truncated: {len(raw)} bytes, its head has {_HEAD.size}; copy it again")
     _, version, code, num_sequences, num_bounds = _HEAD.unpack_from(raw)
     if version != 1 or code not in _TYPES:
-        raise ShardMistakeError(
-            f"{path} is no Megatron index of version 1 with integer ids (version {version}, type code {code})"
+        raise ShardError(
+            f"{path} is no Megatron index of version 1 with integer ids (version {version}, type code {code})",
+            mistake=True,
         )
     if len(raw) < (need := _HEAD.size + 12 * num_sequences + 8 * num_bounds):
         raise ShardError(f"{path} is truncated: {len(raw)} bytes, its head says {need}; copy it again")
@@ -156,13 +160,15 @@ def export_megatron(split_dir: Path, prefix: Path) -> int:
     (``megatron_counts``).
 
     Raises:
-        ShardMistakeError: ``split_dir`` is no split, or no pair can be written at ``prefix``.
+        ShardError: ``split_dir`` is no split, or no pair can be written at ``prefix``.
         ShardError: a shard is missing or damaged.
     """
     data = _writable(prefix, ".bin")
     _writable(prefix, ".idx")
     if prefix.is_dir():
-        raise ShardMistakeError(f"PREFIX {prefix} is a folder; add a name for the pair: {prefix / 'NAME'}")
+        raise ShardError(
+            f"PREFIX {prefix} is a folder; add a name for the pair: {prefix / 'NAME'}", mistake=True
+        )
     manifest = Manifest.read(split_dir)
     dataset = ShardDataset(split_dir, manifest.sequence_length, partial=True)
     dtype = np.dtype("<u2" if manifest.dtype == "uint16" else "<i4")
@@ -186,16 +192,16 @@ def _writable(prefix: Path, suffix: str) -> Path:
     """The file of a pair to write: what a link points to, so that the link stays.
 
     Raises:
-        ShardMistakeError: it would not be a regular file of its own, or would lie among the shards of a split.
+        ShardError: it would not be a regular file of its own, or would lie among the shards of a split.
     """
     path = _beside(prefix, suffix)
     for taken in (prefix, path):
         if taken.exists() and not taken.is_file() and not taken.is_dir():
-            raise ShardMistakeError(
-                f"PREFIX {prefix}: {taken} is a device or a pipe; name files that do not exist"
+            raise ShardError(
+                f"PREFIX {prefix}: {taken} is a device or a pipe; name files that do not exist", mistake=True
             )
     if (path.resolve().parent / MANIFEST_NAME).exists():
-        raise ShardMistakeError(f"PREFIX {prefix} lies in a folder of shards; choose another folder")
+        raise ShardError(f"PREFIX {prefix} lies in a folder of shards; choose another folder", mistake=True)
     return path.resolve() if path.is_symlink() else path
 
 
@@ -218,23 +224,25 @@ def import_megatron(
     ``stated`` is what the manifest says of it.
 
     Raises:
-        PrepMistakeError: the folder is in use or holds the split already, or the pair gives no whole sequence.
+        PrepError: the folder is in use or holds the split already, or the pair gives no whole sequence.
         ShardError: the pair is damaged, or an id does not fit the vocabulary.
     """
     index = open_megatron(prefix)
     offsets = index.document_offsets()
     largest = int(index.tokens.max()) if len(index.tokens) else 0
     if largest >= vocab_size or (len(index.tokens) and int(index.tokens.min()) < 0):
-        raise ShardMistakeError(
-            f"{prefix}.bin holds ids outside [0, {vocab_size}): largest {largest}; set vocab_size to fit"
+        raise ShardError(
+            f"{prefix}.bin holds ids outside [0, {vocab_size}): largest {largest}; set vocab_size to fit",
+            mistake=True,
         )
     counts = counts_of(prefix, index.tokens, index.lengths, offsets, tokenizer)
     packer = build_packer(prep.packing, prep.sequence_length, prep.alignment, tokenizer.pad_id)
     dtype = token_dtype(max(largest, tokenizer.max_id), prep.dtype)
     with FolderLock(data_dir):
         if (data_dir / split / MANIFEST_NAME).exists():
-            raise PrepMistakeError(
-                f"{data_dir / split} holds a finished split: remove it, or import to another folder"
+            raise PrepError(
+                f"{data_dir / split} holds a finished split: remove it, or import to another folder",
+                mistake=True,
             )
         path = data_dir / split / f"imported-000000{SUFFIX}"
         filled = split in prep.keep_tail
@@ -242,7 +250,9 @@ def import_megatron(
             path, dtype, index, offsets, packer, prep, vocab_size, filler_id(tokenizer) if filled else None
         )
         if header is None:
-            raise PrepMistakeError(f"{prefix} holds less than one sequence of {prep.sequence_length} tokens")
+            raise PrepError(
+                f"{prefix} holds less than one sequence of {prep.sequence_length} tokens", mistake=True
+            )
         padding = (counts.padding or 0) + packer.padding + filler
         manifest = _manifest_of(counts, tokenizer, prep, vocab_size, split).model_copy(
             update={
@@ -443,12 +453,12 @@ def counts_of(
         ids, lengths: the pair's. offsets: first id of each document, and the end.
 
     Raises:
-        ShardMistakeError: a sidecar that is damaged.
+        ShardError: a sidecar that is damaged.
     """
     path = counts_path(prefix)
     if path.exists():
-        raw = read_object(path, remedy=_REMEDY, raises=ShardMistakeError)
-        stated = checked(PairCounts, raw, path, remedy=_REMEDY, raises=ShardMistakeError)
+        raw = read_object(path, remedy=_REMEDY, raises=partial(ShardError, mistake=True))
+        stated = checked(PairCounts, raw, path, remedy=_REMEDY, raises=partial(ShardError, mistake=True))
         if (stated.tokens, stated.lengths) == (_digest(ids), _digest(lengths)):
             return stated
     sizes = np.diff(offsets)

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import PrepMistakeError, StarvedSplitError
+from data_prep.errors import PrepError, StarvedSplitError
 from data_prep.prep.journal import Journal, SegmentRecord, SplitOutput
 from data_prep.prep.prep_plan import MOST_IDS, Plan, Split
 from data_prep.shards import SUFFIX, ShardWriter
@@ -61,7 +61,7 @@ class ConcatPacker:
 
 
 class AlignedPacker:
-    """Each document starts at a multiple of ``alignment``; ``PrepMistakeError`` where the padding would fill the
+    """Each document starts at a multiple of ``alignment``; ``PrepError`` where the padding would fill the
     memory."""
 
     def __init__(self, alignment: int, pad_id: int) -> None:
@@ -113,7 +113,7 @@ class BestFitPacker:
         """Pack the window: whole sequences [n · sequence_length].
 
         Raises:
-            PrepMistakeError: they do not fit into memory.
+            PrepError: they do not fit into memory.
         """
         bins = [[piece] for piece in self._rests]
         room = sorted((self._length - self._padded(piece), i) for i, piece in enumerate(self._rests))
@@ -146,12 +146,13 @@ def _padding(size: int, pad_id: int, tokens: int) -> Ids:
     """``size`` pad ids, into which documents of ``tokens`` ids are laid.
 
     Raises:
-        PrepMistakeError: more than ``MOST_IDS``.
+        PrepError: more than ``MOST_IDS``.
     """
     if size > MOST_IDS:
-        raise PrepMistakeError(
+        raise PrepError(
             f"prep.packing would lay documents of {tokens:,} tokens into {size:,} ids, almost all of them padding: "
-            "lower prep.sequence_length or prep.alignment, or set prep.packing to concat"
+            "lower prep.sequence_length or prep.alignment, or set prep.packing to concat",
+            mistake=True,
         )
     return np.full(size, pad_id, np.uint32)
 

@@ -15,8 +15,8 @@ import xxhash
 
 from calm_scale.config import RunConfig
 from calm_scale.config.data import PrepConfig, TokenizerConfig
-from calm_scale.config.errors import ConfigError
-from data_prep.errors import PrepError, SourceError, SourceMistakeError
+from calm_scale.config.errors import EXIT_USAGE, ConfigError
+from data_prep.errors import PrepError, SourceError
 from data_prep.inputs import Input, ignore, list_inputs
 from data_prep.inputs.records import Reader
 from data_prep.shards import SUFFIX, token_dtype
@@ -268,7 +268,7 @@ def measure(inputs: Sequence[Input], prep: PrepConfig, tokenizer: Tokenizer | No
     What cannot be read counts like the other sources; a name on a hub is not asked.
 
     Raises:
-        SourceMistakeError: a table has no such column.
+        SourceError: a table has no such column.
     """
     largest = max(_SAMPLED_BYTES // len(prep.sources), _LEAST_SAMPLED_BYTES)
     sizes, documents, tokens = 0.0, 0.0, 0.0
@@ -290,9 +290,9 @@ def _read_first(item: Input, prep: PrepConfig, largest: int) -> tuple[list[str],
         return [], 0.0
     try:
         block = next(Reader(item, prep.sources[item.source], 1 << 62).texts(0), None)
-    except SourceMistakeError:
-        raise
-    except (SourceError, OSError):
+    except (SourceError, OSError) as error:
+        if isinstance(error, SourceError) and error.exit_code == EXIT_USAGE:
+            raise
         return [], 0.0
     if block is None or not block.texts:
         return [], 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from calm_scale.config.files import (
     new_file,
     write_atomically,
 )
-from data_prep.errors import ShardError, ShardMistakeError, TokenizerMistakeError
+from data_prep.errors import ShardError, TokenizerError
 from data_prep.prep.journal import SourceCounts
 from data_prep.shards.manifest import (
     MANIFEST_NAME,
@@ -161,7 +162,7 @@ def verify_tree(directory: Path) -> list[Verification]:
     """Verify a split's folder, or every split of a data or run folder.
 
     Raises:
-        ShardMistakeError: there is no split in it.
+        ShardError: there is no split in it.
     """
     if (directory / "data" / MANIFEST_NAME).exists():
         directory = directory / "data"
@@ -169,8 +170,9 @@ def verify_tree(directory: Path) -> list[Verification]:
     stated = {directory / split.name: split.fingerprint for split in report.splits} if report else {}
     splits = sorted({*stated, *(path.parent for path in directory.glob(f"*/{MANIFEST_NAME}"))})
     if not splits and not (directory / MANIFEST_NAME).exists():
-        raise ShardMistakeError(
-            f"{directory} holds no prepared split (no {MANIFEST_NAME}); run `calm-scale prep` first"
+        raise ShardError(
+            f"{directory} holds no prepared split (no {MANIFEST_NAME}); run `calm-scale prep` first",
+            mistake=True,
         )
     found = [verify_split(split) for split in splits or [directory]]
     if splits and (directory / MANIFEST_NAME).exists() and (wrong := _check_report(directory, report)):
@@ -267,13 +269,13 @@ def require_split(folder: Path) -> Path:
     """``folder``, when it is a split.
 
     Raises:
-        ShardMistakeError: it is a data or run folder: names the splits in it.
+        ShardError: it is a data or run folder: names the splits in it.
     """
     manifests = (*folder.glob(f"*/{MANIFEST_NAME}"), *folder.glob(f"data/*/{MANIFEST_NAME}"))
     inside = sorted(path.parent for path in manifests if not any(path.parent.glob(f"*/{MANIFEST_NAME}")))
     if inside:
-        raise ShardMistakeError(
-            f"{folder} is no split; name one of those in it: {', '.join(map(str, inside))}"
+        raise ShardError(
+            f"{folder} is no split; name one of those in it: {', '.join(map(str, inside))}", mistake=True
         )
     return folder
 
@@ -282,7 +284,7 @@ def load_split_tokenizer(split_dir: Path, path: Path | None = None) -> Tokenizer
     """The tokenizer a split was made with: from ``path``, from the copy beside the split, or from where it was.
 
     Raises:
-        TokenizerMistakeError: there is none.
+        TokenizerError: there is none.
     """
     manifest = Manifest.read(split_dir)
     stated = checked(
@@ -290,13 +292,13 @@ def load_split_tokenizer(split_dir: Path, path: Path | None = None) -> Tokenizer
         manifest.provenance.get("tokenizer", {}),
         f"{split_dir / MANIFEST_NAME}: provenance.tokenizer",
         remedy="name the tokenizer with --tokenizer",
-        raises=TokenizerMistakeError,
+        raises=partial(TokenizerError, mistake=True),
     )
     copies = (split_dir.absolute().parent / name for name in ("tokenizer.json", "tokenizer.model"))
     place = path or next((copy for copy in copies if copy.is_file()), stated.path)
     if place is None:
-        raise TokenizerMistakeError(
-            f"{split_dir}: no tokenizer is stored beside it; name one with --tokenizer"
+        raise TokenizerError(
+            f"{split_dir}: no tokenizer is stored beside it; name one with --tokenizer", mistake=True
         )
     tokenizer = load_tokenizer(stated, place, verified=True)
     if tokenizer.fingerprint == manifest.tokenizer_fingerprint or "encoder" in stated.model_fields_set:
@@ -314,11 +316,12 @@ def read_sequence(split_dir: Path, index: int, tokenizer: Tokenizer | None = Non
     manifest = Manifest.read(split_dir)
     dataset = ShardDataset(split_dir, manifest.sequence_length, partial=True)
     if not 0 <= index < len(dataset):
-        raise ShardMistakeError(f"{split_dir} holds sequences 0 to {len(dataset) - 1}, not {index}")
+        raise ShardError(f"{split_dir} holds sequences 0 to {len(dataset) - 1}, not {index}", mistake=True)
     if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
-        raise ShardMistakeError(
+        raise ShardError(
             f"{split_dir} was made with another tokenizer ({manifest.tokenizer}, fingerprint "
-            f"{manifest.tokenizer_fingerprint}); this one has {tokenizer.fingerprint}"
+            f"{manifest.tokenizer_fingerprint}); this one has {tokenizer.fingerprint}",
+            mistake=True,
         )
     ids = dataset[index].tolist()
     shard = dataset.shard_of(index)

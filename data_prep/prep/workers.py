@@ -6,23 +6,21 @@ import json
 import multiprocessing
 import os
 import resource
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.config.errors import CalmScaleError, ConfigError
+from calm_scale.config.errors import EXIT_ERROR, CalmScaleError
 from data_prep.errors import (
-    CorruptSourceError,
-    EncoderMismatchError,
     PrepError,
-    PrepMistakeError,
     explain,
 )
 from data_prep.inputs import Input
@@ -35,9 +33,6 @@ from data_prep.tokenizer import Tokenizer, load_tokenizer
 
 _PROGRESS_SECONDS = 0.5
 _CERTAIN = 1.5
-_MISMATCH = "encoder mismatch: "
-_MISTAKE = "mistake: "
-_DAMAGED = "damaged input: "
 # (variable, what set it), the innermost launcher first: a step inside a job, mpirun inside an allocation.
 _SIZES = (
     ("OMPI_COMM_WORLD_SIZE", "mpirun"),
@@ -72,14 +67,10 @@ class Progress:
 
 
 class Worker:
-    """Carries out ``task`` on segments of ``plan``. ``number`` distinguishes the workers of an attempt;
-    ``parent`` is the process id whose end ends this worker."""
+    """Carries out ``task`` on segments of ``plan``. ``number`` distinguishes the workers of an attempt."""
 
-    def __init__(
-        self, plan: Plan, journal: Journal, task: Task, number: int, parent: int | None = None
-    ) -> None:
-        self._plan, self._journal, self._task = plan, journal, task
-        self._number, self._parent = number, parent
+    def __init__(self, plan: Plan, journal: Journal, task: Task, number: int) -> None:
+        self._plan, self._journal, self._task, self._number = plan, journal, task, number
         self.progress = Progress()
         self._told = 0.0
         self._cpu_before = time.process_time()
@@ -165,9 +156,7 @@ class Worker:
         with suppress(OSError):  # progress is for the eye; the records are the truth
             part.write_text(json.dumps(asdict(self.progress)), encoding="utf-8")
             part.replace(self._progress_file)
-        if self._parent is not None and os.getppid() != self._parent:
-            raise StoppedError("stopped because the process that started this worker is gone")
-        if self._journal.failed():
+        if self._journal.is_stopped():
             raise StoppedError("stopped because another process of this prep failed")
 
 
@@ -202,29 +191,35 @@ def run_workers(
     """Run ``task`` with ``count`` workers to the end; one of them alone runs in this process.
 
     Raises:
-        CalmScaleError: the first worker's error; the others have ended by then.
+        CalmScaleError: the error of the worker that failed; the others have ended by then.
     """
     if count == 1:
         Worker(plan, journal, build_task(task, plan, journal, tokenizer), 0).run()
         return
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = [
-        context.Process(
-            target=_work, args=(plan, journal, task, origin, number, count, os.getpid()), daemon=True
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, spawn, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
+        with _safe_path():
+            running = [
+                pool.submit(_work, plan, journal, task, origin, number, count) for number in range(count)
+            ]
+        try:
+            wait(running)
+        except BaseException:  # an interrupt: the pool waits for workers that must know
+            journal.stop()
+            raise
+    errors = [error for worker in running if (error := worker.exception()) is not None]
+    if errors:
+        raise _choose_error(errors)
+
+
+def _choose_error(errors: list[BaseException]) -> BaseException:
+    """The error that ended the others, rather than one that says that others failed."""
+    error = next((e for e in errors if not isinstance(e, StoppedError)), errors[0])
+    if isinstance(error, BrokenProcessPool):
+        return PrepError(
+            "a worker ended without a message (out of memory?); rerun prep to go on where it was"
         )
-        for number in range(count)
-    ]
-    with _safe_path():
-        for process in processes:
-            process.start()
-    try:
-        _wait(processes, journal)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join()
+    return error
 
 
 @contextmanager
@@ -242,65 +237,30 @@ def _safe_path() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-def _wait(processes: list[BaseProcess], journal: Journal) -> None:
-    running = list(processes)
-    while running:
-        wait([process.sentinel for process in running])
-        for process in [p for p in running if not p.is_alive()]:
-            running.remove(process)
-            if process.exitcode:
-                raise _error_of(process, journal)
-
-
-def _error_of(process: BaseProcess, journal: Journal) -> CalmScaleError:
-    texts = [
-        p.read_text(encoding="utf-8")
-        for p in sorted(journal.attempt_dir.glob("error-*"))
-        if p.suffix != ".part"
-    ]
-    if texts and texts[0].startswith(_MISMATCH):
-        reference, _, text = texts[0].removeprefix(_MISMATCH).partition("\n")
-        return EncoderMismatchError(text, reference)
-    if texts and texts[0].startswith(_MISTAKE):
-        return PrepMistakeError(texts[0].removeprefix(_MISTAKE))
-    if texts and texts[0].startswith(_DAMAGED):
-        return CorruptSourceError(texts[0].removeprefix(_DAMAGED))
-    if texts:
-        return PrepError(texts[0] or "a worker failed and could not say why (is the disk full?)")
-    return PrepError(
-        f"worker {process.name} ended with exit code {process.exitcode} and no message (out of memory?); rerun prep "
-        "to go on where it was"
-    )
-
-
 def _work(
-    plan: Plan,
-    journal: Journal,
-    task: TaskName,
-    origin: TokenizerOrigin,
-    number: int,
-    count: int,
-    parent: int,
+    plan: Plan, journal: Journal, task: TaskName, origin: TokenizerOrigin, number: int, count: int
 ) -> None:
     try:
         keep_to_share_of_cores(number, count)
         config, path = origin
         tokenizer = load_tokenizer(config, path, verified=True) if task == "encode" else None
-        Worker(plan, journal, build_task(task, plan, journal, tokenizer), number, parent).run()
-    except StoppedError:
-        raise SystemExit(1) from None
-    except EncoderMismatchError as error:
-        journal.fail(number, f"{_MISMATCH}{error.reference}\n{error}")
-        raise SystemExit(1) from None
-    except ConfigError as error:
-        journal.fail(number, f"{_MISTAKE}{error}")
-        raise SystemExit(1) from None
-    except CorruptSourceError as error:
-        journal.fail(number, f"{_DAMAGED}{error}")
-        raise SystemExit(1) from None
-    except Exception as error:
-        journal.fail(number, explain(error, f"worker {number}"))
-        raise SystemExit(1) from None
+        Worker(plan, journal, build_task(task, plan, journal, tokenizer), number).run()
+    except BaseException as error:
+        journal.stop()
+        if isinstance(error, CalmScaleError):
+            raise
+        raise PrepError(explain(error, f"worker {number}")) from None
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process when process ``parent``, which started it, is gone: nobody else would."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PROGRESS_SECONDS)
+        os._exit(EXIT_ERROR)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def keep_to_share_of_cores(number: int, count: int) -> None:
@@ -316,10 +276,6 @@ def keep_to_share_of_cores(number: int, count: int) -> None:
     if share:
         with suppress(OSError):
             os.sched_setaffinity(0, cores[number * share : (number + 1) * share])
-
-
-class MpiMismatchError(PrepMistakeError):
-    """The launcher's environment and MPI disagree about the number of processes."""
 
 
 class Ranks(Protocol):
@@ -379,30 +335,33 @@ def detect_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
     """Alone without a launcher; the MPI world under mpirun or ``srun --mpi=pmix``.
 
     Raises:
-        MpiMismatchError: the environment names several tasks and MPI finds another number of them.
+        PrepError: the environment names several tasks and MPI finds another number of them.
     """
     env = os.environ if environment is None else environment
     stated = _stated(env)
     if _torchrun(env) and (stated is None or stated[0] <= 1):
-        raise MpiMismatchError(
+        raise PrepError(
             f"prep was started by torchrun (WORLD_SIZE={env['WORLD_SIZE']}): every process would do all the work; "
-            "start it with `mpirun -n N`, `srun --mpi=pmix`, or alone with prep.workers: N"
+            "start it with `mpirun -n N`, `srun --mpi=pmix`, or alone with prep.workers: N",
+            mistake=True,
         )
     if stated is None or (stated[0] <= 1 and not _under_mpi(env)):
         return Alone()
     try:
         ranks = MpiRanks()
     except (ImportError, RuntimeError) as error:
-        raise MpiMismatchError(
+        raise PrepError(
             f"{stated[1]}={stated[0]} says this is one of {stated[0]} tasks, but MPI cannot be used ({error}); "
-            f"install mpi4py with an MPI library, or unset {stated[1]} and use prep.workers"
+            f"install mpi4py with an MPI library, or unset {stated[1]} and use prep.workers",
+            mistake=True,
         ) from None
     if ranks.size != stated[0]:
         facts = ", ".join(f"{k}={env[k]}" for k in (*(name for name, _ in _SIZES), *_RANKS) if k in env)
-        raise MpiMismatchError(
+        raise PrepError(
             f"the environment says {stated[0]} tasks ({facts}), MPI says {ranks.size}: each task would do all the "
             "work and write the same files. Start prep with `srun --mpi=pmix` or `mpirun -n N`; for one process "
-            f"inside an allocation, unset {stated[1]}. Nothing was written"
+            f"inside an allocation, unset {stated[1]}. Nothing was written",
+            mistake=True,
         )
     return ranks
 

@@ -34,7 +34,6 @@ from data_prep.errors import (
     DISK_FULL,
     DiskFullError,
     ShardError,
-    ShardMistakeError,
     describe_full_disk,
 )
 
@@ -86,12 +85,13 @@ def token_dtype(max_id: int, wanted: str = "auto") -> np.dtype[np.unsignedintege
     """The narrowest of uint16 and uint32 that holds every id the tokenizer can emit.
 
     Raises:
-        ShardMistakeError: ``wanted`` is uint16 and ``max_id`` does not fit it.
+        ShardError: ``wanted`` is uint16 and ``max_id`` does not fit it.
     """
     if wanted == "uint16" and max_id > 0xFFFF:
-        raise ShardMistakeError(
+        raise ShardError(
             f"prep.dtype is uint16, but the tokenizer's largest id is {max_id} (> 65535): ids would wrap; "
-            "use dtype: auto or uint32"
+            "use dtype: auto or uint32",
+            mistake=True,
         )
     narrow = wanted == "uint16" or (wanted == "auto" and max_id <= 0xFFFF)
     return np.dtype("<u2") if narrow else np.dtype("<u4")

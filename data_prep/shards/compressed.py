@@ -46,7 +46,7 @@ def compress_split(split_dir: Path, *, level: int = 3) -> Manifest:
     manifest names is removed then.
 
     Raises:
-        PrepMistakeError: another command is writing the data folder.
+        PrepError: another command is writing the data folder.
         ShardError: a shard is damaged; nothing was replaced.
     """
     return _convert(split_dir, True, lambda source, target, entry: _compress(source, target, entry, level))
@@ -56,7 +56,7 @@ def expand_split(split_dir: Path) -> Manifest:
     """The reverse: plain shards with the bytes they had, checked against their checksums.
 
     Raises:
-        PrepMistakeError: another command is writing the data folder.
+        PrepError: another command is writing the data folder.
         ShardError: a shard is damaged; nothing was replaced.
     """
     return _convert(split_dir, False, _expand)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from calm_scale.config.exclusive import OccupiedError, exclusive
 from calm_scale.config.files import checked, read_object, write_atomically
-from data_prep.errors import PrepMistakeError, ShardError, ShardMistakeError
+from data_prep.errors import PrepError, ShardError
 
 _LOCK_FILE = ".prep.lock"
 FORMAT_VERSION = 1
@@ -28,7 +28,7 @@ class FolderLock:
     """One prep per data folder, on whatever machine; what a killed one leaves is taken over.
 
     Raises:
-        PrepMistakeError: the folder cannot be made.
+        PrepError: the folder cannot be made.
     """
 
     def __init__(self, data_dir: Path) -> None:
@@ -37,7 +37,9 @@ class FolderLock:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise PrepMistakeError(f"{data_dir}: cannot be made ({error.strerror}); set `data`") from None
+            raise PrepError(
+                f"{data_dir}: cannot be made ({error.strerror}); set `data`", mistake=True
+            ) from None
         self._path = data_dir / _LOCK_FILE
         self._held = ExitStack()
 
@@ -45,13 +47,14 @@ class FolderLock:
         """Take the lock.
 
         Raises:
-            PrepMistakeError: another command holds it; says which.
+            PrepError: another command holds it; says which.
         """
         try:
             self._held.enter_context(exclusive(self._path))
         except OccupiedError as error:
-            raise PrepMistakeError(
-                f"another command is writing {self._path.parent} ({error.holder}); wait for it, or end it first"
+            raise PrepError(
+                f"another command is writing {self._path.parent} ({error.holder}); wait for it, or end it first",
+                mistake=True,
             ) from None
         return self
 
@@ -63,14 +66,14 @@ def check_lock(data_dir: Path) -> None:
     """Refuse a folder as ``FolderLock`` would, without making anything.
 
     Raises:
-        PrepMistakeError: the folder cannot be made, or another command is writing it.
+        PrepError: the folder cannot be made, or another command is writing it.
     """
     place = data_dir
     while not place.exists():
         place = place.parent
     why = errno.ENOTDIR if not place.is_dir() else 0 if os.access(place, os.W_OK) else errno.EACCES
     if why:
-        raise PrepMistakeError(f"{data_dir}: cannot be made ({os.strerror(why)}); set `data`")
+        raise PrepError(f"{data_dir}: cannot be made ({os.strerror(why)}); set `data`", mistake=True)
     if (data_dir / _LOCK_FILE).exists():
         with FolderLock(data_dir):
             return
@@ -215,9 +218,10 @@ class Manifest(_Record):
         """
         path = split_dir / MANIFEST_NAME
         if not path.exists():
-            raise ShardMistakeError(
+            raise ShardError(
                 f"{path} is missing: data prep has not finished (or never ran) for this split; "
-                "run `calm-scale prep` until it reports success"
+                "run `calm-scale prep` until it reports success",
+                mistake=True,
             )
         remedy = "prepare the split again with `calm-scale prep --restart`"
         raw = read_object(path, remedy=remedy, raises=ShardError)

@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import ShardMistakeError
+from data_prep.errors import ShardError
 
 _ROUNDS = 6
 _MASK64 = (1 << 64) - 1
@@ -117,8 +117,9 @@ class MixtureOrder:
         ]
         total = sum(shares)
         if min(shares) * self.num_samples < total:
-            raise ShardMistakeError(
-                "a source's share of the mixture is below one sample an epoch; raise its weight or drop it"
+            raise ShardError(
+                "a source's share of the mixture is below one sample an epoch; raise its weight or drop it",
+                mistake=True,
             )
         self._edges = [sum(shares[:s], Fraction(0)) / total for s in range(len(shares) + 1)]
         self._orders = [SampleOrder(c, seed + 1 + s) for s, c in enumerate(counts)]

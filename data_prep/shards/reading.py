@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import DTypeLike, NDArray
 
 from calm_scale.config.files import wait_until_visible
-from data_prep.errors import ShardError, ShardMistakeError
+from data_prep.errors import ShardError
 from data_prep.shards import HEADER_BYTES, ShardHeader, map_tokens, read_header
 from data_prep.shards.compressed import ColdShard, open_cold
 from data_prep.shards.manifest import Manifest, ShardEntry
@@ -62,10 +62,11 @@ class ShardDataset:
         self.fingerprint = self.manifest.fingerprint
         length = self.manifest.sequence_length
         if tokens_per_sample < 1 or length % tokens_per_sample:
-            raise ShardMistakeError(
+            raise ShardError(
                 f"{self.split_dir} stores sequences of {length} tokens; samples of {tokens_per_sample} tokens "
                 f"do not divide them: choose a divisor of {length}, or prepare the data with another "
-                "prep.sequence_length"
+                "prep.sequence_length",
+                mistake=True,
             )
         self.tokens_per_sample = tokens_per_sample
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
@@ -116,12 +117,13 @@ class ShardDataset:
         return samples if dtype is None else samples.astype(dtype)
 
     def refuse_none(self) -> None:
-        """Raises ShardMistakeError when there is nothing to read."""
+        """Raises ShardError when there is nothing to read."""
         if not len(self):
             found = sum(map(self._count_real_tokens, self.manifest.shards))
-            raise ShardMistakeError(
+            raise ShardError(
                 f"{self.split_dir} has no sample of {self.tokens_per_sample} tokens: it holds {found}; choose "
-                "smaller samples, or prepare a larger split"
+                "smaller samples, or prepare a larger split",
+                mistake=True,
             )
 
     def order(self, seed: int) -> SampleOrder | MixtureOrder:

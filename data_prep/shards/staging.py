@@ -16,7 +16,7 @@ import numpy as np
 
 from calm_scale.config.exclusive import exclusive
 from calm_scale.config.files import write_atomically
-from data_prep.errors import ShardError, ShardMistakeError, ShardStorageError
+from data_prep.errors import ShardError, ShardStorageError
 from data_prep.shards import HEADER_BYTES
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest, ShardEntry
 from data_prep.shards.reading import find_shard_problems
@@ -52,7 +52,7 @@ def stage_split(origin: str | Path, local_dir: Path, fetch: Fetch = copy_file) -
     to, so a user who may only read it can share it.
 
     Raises:
-        ShardMistakeError: ``local_dir`` cannot be made, or not written to.
+        ShardError: ``local_dir`` cannot be made, or not written to.
         ShardError: a fetched shard does not have its checksum, or the local disk has no room.
     """
     started = time.monotonic()
@@ -78,8 +78,9 @@ def _alone(local_dir: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise ShardMistakeError(
-                f"{local_dir}: cannot be written to ({error.strerror}); stage to another folder (reading.stage_to)"
+            raise ShardError(
+                f"{local_dir}: cannot be written to ({error.strerror}); stage to another folder (reading.stage_to)",
+                mistake=True,
             ) from None
         yield
 

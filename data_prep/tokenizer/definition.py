@@ -18,7 +18,7 @@ import xxhash
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.files import write_atomically
 from calm_scale.config.terminal import counted
-from data_prep.errors import TokenizerMistakeError
+from data_prep.errors import TokenizerError
 from data_prep.inputs.records import iterate_texts
 
 SPEC_VERSION = 2
@@ -77,7 +77,7 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
     """Read the definition at ``path``: a file, or a folder with tokenizer.json or tokenizer.model.
 
     Raises:
-        TokenizerMistakeError: nothing readable there, or a special token the policy needs is unknown.
+        TokenizerError: nothing readable there, or a special token the policy needs is unknown.
     """
     file = find_definition(path)
     has_ranks = file.suffix != ".json"
@@ -120,7 +120,7 @@ def _check_alphabet(definition: dict[str, Any], file: Path) -> None:
     leaves out what it does not know, without a word.
 
     Raises:
-        TokenizerMistakeError: names the missing bytes.
+        TokenizerError: names the missing bytes.
     """
     model = definition["model"]
     if model.get("unk_token") in model["vocab"]:
@@ -132,17 +132,19 @@ def _check_alphabet(definition: dict[str, Any], file: Path) -> None:
     elif model.get("type") == "WordPiece":  # which refuses a text with an unknown word itself
         return
     else:
-        raise TokenizerMistakeError(
+        raise TokenizerError(
             f"{file}: its vocabulary is made of characters and has neither an unknown token nor `byte_fallback`, so "
-            "other characters would be lost: use a byte-level tokenizer, or one with `unk_token`"
+            "other characters would be lost: use a byte-level tokenizer, or one with `unk_token`",
+            mistake=True,
         )
     in_utf8 = (*range(0xC0), *range(0xC2, 0xF5))
     missing = [f"0x{byte:02X}" for byte in in_utf8 if names[byte] not in model["vocab"]]
     if missing:
         shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
-        raise TokenizerMistakeError(
+        raise TokenizerError(
             f"{file}: its byte alphabet is incomplete ({counted(len(missing), 'byte')} missing: {shown}) and it has no "
-            "unknown token, so characters would be lost: use a tokenizer with all bytes, or one with `unk_token`"
+            "unknown token, so characters would be lost: use a tokenizer with all bytes, or one with `unk_token`",
+            mistake=True,
         )
 
 
@@ -150,17 +152,20 @@ def find_definition(path: Path) -> Path:
     """The file at ``path``, or the tokenizer.json or tokenizer.model in the folder ``path``.
 
     Raises:
-        TokenizerMistakeError: there is none.
+        TokenizerError: there is none.
     """
     if path.is_dir():
         for name in ("tokenizer.json", "tokenizer.model"):
             if (path / name).is_file():
                 return path / name
-        raise TokenizerMistakeError(f"the folder {path} holds neither tokenizer.json nor tokenizer.model")
+        raise TokenizerError(
+            f"the folder {path} holds neither tokenizer.json nor tokenizer.model", mistake=True
+        )
     if not path.is_file():
-        raise TokenizerMistakeError(
+        raise TokenizerError(
             f"there is no tokenizer at {path}: set tokenizer.path to a tokenizer.json, a tokenizer.model "
-            "(tiktoken ranks) or a folder with one"
+            "(tiktoken ranks) or a folder with one",
+            mistake=True,
         )
     return path
 
@@ -176,14 +181,15 @@ def _special(
 ) -> int | None:
     if named is not None and named not in specials:
         known = ", ".join(list(specials)[:8]) or "none"
-        raise TokenizerMistakeError(
-            f"tokenizer.{role}_token {named!r} is no special token of {file} (it has: {known})"
+        raise TokenizerError(
+            f"tokenizer.{role}_token {named!r} is no special token of {file} (it has: {known})", mistake=True
         )
     name = named or next((n for n in usual if n in specials), None)
     if name is None and needed:
-        raise TokenizerMistakeError(
+        raise TokenizerError(
             f"{file} has no {role.upper()} token by a usual name: set tokenizer.{role}_token, or "
-            f"tokenizer.add_{role}: false"
+            f"tokenizer.add_{role}: false",
+            mistake=True,
         )
     return specials[name] if name else None
 
@@ -193,14 +199,14 @@ def _read_json(file: Path) -> dict[str, Any]:
         definition = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = definition["model"]["vocab"]
     except ValueError as error:
-        raise TokenizerMistakeError(f"{file} is not a tokenizer.json: {error}") from None
+        raise TokenizerError(f"{file} is not a tokenizer.json: {error}", mistake=True) from None
     except (KeyError, TypeError):
-        raise TokenizerMistakeError(
-            f"{file} is not a tokenizer.json: it has no `model` with a `vocab`"
+        raise TokenizerError(
+            f"{file} is not a tokenizer.json: it has no `model` with a `vocab`", mistake=True
         ) from None
     if not isinstance(vocabulary, dict):
-        raise TokenizerMistakeError(
-            f"{file}: only vocabularies that map token → id (BPE, WordPiece) are supported"
+        raise TokenizerError(
+            f"{file}: only vocabularies that map token → id (BPE, WordPiece) are supported", mistake=True
         )
     added = definition.get("added_tokens") or []
     for place, ids in (
@@ -208,11 +214,13 @@ def _read_json(file: Path) -> dict[str, Any]:
         ("added_tokens", [token.get("id") if isinstance(token, dict) else None for token in added]),
     ):
         if not all(type(number) is int and 0 <= number < 1 << 32 for number in ids):
-            raise TokenizerMistakeError(f"{file}: {place} holds an id that is no number from 0 to 2^32 - 1")
+            raise TokenizerError(
+                f"{file}: {place} holds an id that is no number from 0 to 2^32 - 1", mistake=True
+            )
     if not all(isinstance(token.get("content"), str) for token in added):
-        raise TokenizerMistakeError(f"{file}: added_tokens holds a token without `content`")
+        raise TokenizerError(f"{file}: added_tokens holds a token without `content`", mistake=True)
     if not vocabulary:
-        raise TokenizerMistakeError(f"{file}: its vocabulary is empty")
+        raise TokenizerError(f"{file}: its vocabulary is empty", mistake=True)
     # Leftovers of inference settings would cut documents or drop merges at random.
     model = (
         {**definition["model"], "dropout": None} if "dropout" in definition["model"] else definition["model"]
@@ -228,12 +236,13 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except (ValueError, binascii.Error):
-                raise TokenizerMistakeError(
+                raise TokenizerError(
                     f"{file}:{number} is not a line of tiktoken ranks (base64 token, rank); "
-                    "SentencePiece models are not supported: convert them to tokenizer.json"
+                    "SentencePiece models are not supported: convert them to tokenizer.json",
+                    mistake=True,
                 ) from None
     if not ranks:
-        raise TokenizerMistakeError(f"{file} is empty")
+        raise TokenizerError(f"{file} is empty", mistake=True)
     return ranks
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from data_prep.errors import TokenizerError, TokenizerMistakeError
+from data_prep.errors import TokenizerError
 from data_prep.tokenizer.definition import LLAMA3_PATTERN, TokenizerSpec
 
 PROBE_VERSION = 1
@@ -89,8 +89,8 @@ class TokenizersEncoder:
         except (
             Exception
         ) as error:  # of a definition that loads and cannot encode: the library has no class for it
-            raise TokenizerMistakeError(
-                f"the encoder tokenizers cannot encode a text with this tokenizer: {error}"
+            raise TokenizerError(
+                f"the encoder tokenizers cannot encode a text with this tokenizer: {error}", mistake=True
             ) from None
         return _flatten([np.asarray(e.ids, np.uint32) for e in encoded])
 
@@ -102,8 +102,9 @@ class TiktokenEncoder:
 
     def __init__(self, spec: TokenizerSpec) -> None:
         if not spec.has_ranks:
-            raise TokenizerMistakeError(
-                f"tokenizer.encoder is tiktoken, but {spec.name} holds no tiktoken ranks; use encoder: auto"
+            raise TokenizerError(
+                f"tokenizer.encoder is tiktoken, but {spec.name} holds no tiktoken ranks; use encoder: auto",
+                mistake=True,
             )
         import tiktoken
 
@@ -143,7 +144,7 @@ def build_encoder(name: str, spec: TokenizerSpec) -> Encoder:
     """The encoder called ``name`` for this tokenizer.
 
     Raises:
-        TokenizerMistakeError: it is not installed, or cannot represent this tokenizer.
+        TokenizerError: it is not installed, or cannot represent this tokenizer.
     """
     try:
         if name == "tiktoken":
@@ -152,13 +153,13 @@ def build_encoder(name: str, spec: TokenizerSpec) -> Encoder:
             return FastokensEncoder(spec.json)
         return TokenizersEncoder(spec.json)
     except ImportError:
-        raise TokenizerMistakeError(
-            f"the encoder {name} is not installed; use tokenizer.encoder: auto"
+        raise TokenizerError(
+            f"the encoder {name} is not installed; use tokenizer.encoder: auto", mistake=True
         ) from None
-    except TokenizerMistakeError:
+    except TokenizerError:
         raise
     except Exception as error:  # the encoders' own errors share no base class
-        raise TokenizerMistakeError(f"the encoder {name} cannot load {spec.name}: {error}") from None
+        raise TokenizerError(f"the encoder {name} cannot load {spec.name}: {error}", mistake=True) from None
 
 
 def _flatten(pieces: list[NDArray[np.uint32]]) -> Flat:

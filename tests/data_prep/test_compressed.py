@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.errors import PrepMistakeError, ShardError
+from data_prep.errors import PrepError, ShardError
 from data_prep.prep import prepare
 from data_prep.prep.prep_report import verify_split
 from data_prep.shards import compressed as cold
@@ -170,7 +170,12 @@ def test_nothing_is_compressed_or_expanded_while_another_command_writes(
     if turn is expand_split:
         compress_split(split)
     before = shards_of(split)
-    with FolderLock(split.parent), pytest.raises(PrepMistakeError, match=f"process {os.getpid()} on "):
+    with (
+        FolderLock(split.parent),
+        pytest.raises(
+            PrepError, match=f"process {os.getpid()} on ", check=lambda error: error.exit_code == 2
+        ),
+    ):
         turn(split)
     assert shards_of(split) == before
     turn(split)

@@ -11,7 +11,7 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import ConfigError
-from data_prep.errors import PrepMistakeError, SourceError, SourceMistakeError
+from data_prep.errors import PrepError, SourceError
 from data_prep.inputs import tables as hub
 from data_prep.prep import prepare
 
@@ -47,17 +47,23 @@ def test_a_streamed_dataset_is_its_files(
     prepare(plain)
     assert kit.count_text(config.data_dir / "train") == kit.count_text(plain.data_dir / "train")
     (folder / "train-00001.parquet").unlink()
-    with pytest.raises(PrepMistakeError, match="other settings or inputs"):
+    with pytest.raises(PrepError, match="other settings or inputs", check=lambda error: error.exit_code == 2):
         prepare(config)
 
 
 def test_a_split_or_folder_that_is_not_there_is_a_mistake(make_config: MakeConfig, folder: Path) -> None:
-    with pytest.raises(SourceMistakeError, match=r"split 'test'.*Available splits: \['train'\]") as told:
+    with pytest.raises(
+        SourceError,
+        match=r"split 'test'.*Available splits: \['train'\]",
+        check=lambda error: error.exit_code == 2,
+    ) as told:
         prepare(config_of(make_config, folder, split="test"))
     assert isinstance(told.value, ConfigError)
-    with pytest.raises(SourceMistakeError, match="there is no dataset folder"):
+    with pytest.raises(
+        SourceError, match="there is no dataset folder", check=lambda error: error.exit_code == 2
+    ):
         prepare(config_of(make_config, folder / "none", "other"))
-    with pytest.raises(SourceMistakeError, match="has no field 'body'"):
+    with pytest.raises(SourceError, match="has no field 'body'", check=lambda error: error.exit_code == 2):
         prepare(config_of(make_config, folder, "third", text_field="body"))
 
 
@@ -95,14 +101,20 @@ def test_a_saved_dataset_without_rows_is_a_mistake(
     tmp_path: Path, make_config: MakeConfig, splits: dict[str, list[str]]
 ) -> None:
     folder = saved(tmp_path / "saved", **splits)
-    with pytest.raises(SourceMistakeError, match=r"saved' \(split 'train'\) holds no rows") as told:
+    with pytest.raises(
+        SourceError, match=r"saved' \(split 'train'\) holds no rows", check=lambda error: error.exit_code == 2
+    ) as told:
         prepare(config_of(make_config, folder))
     assert "network" not in str(told.value)
 
 
 def test_a_saved_dataset_says_which_splits_it_has(tmp_path: Path, make_config: MakeConfig) -> None:
     folder = saved(tmp_path / "saved", one=["a"], two=["b"])
-    with pytest.raises(SourceMistakeError, match=r"'train'\) has no such split; it has: one, two"):
+    with pytest.raises(
+        SourceError,
+        match=r"'train'\) has no such split; it has: one, two",
+        check=lambda error: error.exit_code == 2,
+    ):
         prepare(config_of(make_config, folder))
 
 
@@ -115,5 +127,5 @@ def test_a_saved_dataset_that_was_cut_is_a_failure_of_its_file(
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
     with pytest.raises(SourceError, match=r"saved'.* cannot be read: .*is it whole") as told:
         prepare(config_of(make_config, folder))
-    assert not isinstance(told.value, SourceMistakeError)
+    assert not isinstance(told.value, SourceError)
     assert "network" not in str(told.value)

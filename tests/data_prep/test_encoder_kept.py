@@ -13,7 +13,7 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.config.data import TokenizerConfig
-from data_prep.errors import TokenizerMistakeError
+from data_prep.errors import TokenizerError
 from data_prep.prep import prepare
 from data_prep.prep.prep_report import load_split_tokenizer, read_sequence
 from data_prep.shards.manifest import Manifest
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_cannot_encode_every_text_is_refused_in_one_line(
     broken.write_text(json.dumps(definition))
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(5))
     settings = {"path": str(broken), "encoder": encoder, "add_bos": False}
-    with pytest.raises(TokenizerMistakeError, match=message) as refused:
+    with pytest.raises(TokenizerError, match=message, check=lambda error: error.exit_code == 2) as refused:
         prepare(make_config(path, tokenizer=settings))
     assert "\n" not in str(refused.value)
 

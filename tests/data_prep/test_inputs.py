@@ -11,7 +11,7 @@ import pytest
 
 from calm_scale.config.data import SourceConfig
 from data_prep import inputs
-from data_prep.errors import SourceMistakeError
+from data_prep.errors import SourceError
 from data_prep.inputs import list_inputs
 
 RECORD = b'{"text": "a"}\n'
@@ -75,7 +75,9 @@ def test_a_folder_that_a_glob_matches_is_entered(folder: Path) -> None:
     assert names(folder / "*/**/[bc].jsonl") == names(folder / "**/[bc].jsonl") == expected[1:]
     assert names(folder / "sub/.h*/*") == [str(folder / "sub/.hidden/d.jsonl")]
     for pattern in ("none/**/*.jsonl", "none/*", "a.jsonl/*", "*/a.jsonl", "**/none.jsonl"):
-        with pytest.raises(SourceMistakeError, match="nothing readable matches"):
+        with pytest.raises(
+            SourceError, match="nothing readable matches", check=lambda error: error.exit_code == 2
+        ):
             names(folder / pattern)
 
 
@@ -83,20 +85,28 @@ def test_a_folder_that_a_glob_matches_is_entered(folder: Path) -> None:
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, folder: Path, pattern: str) -> None:
     (folder / "x.jsonl").symlink_to(tmp_path / "gone.jsonl")
     with pytest.raises(
-        SourceMistakeError, match=r"in/x\.jsonl is a link to .*/gone\.jsonl, which is not there"
+        SourceError,
+        match=r"in/x\.jsonl is a link to .*/gone\.jsonl, which is not there",
+        check=lambda error: error.exit_code == 2,
     ):
         names(tmp_path / pattern)
 
 
 def test_a_link_to_itself_is_named(folder: Path) -> None:
     (folder / "x.jsonl").symlink_to(folder / "x.jsonl")
-    with pytest.raises(SourceMistakeError, match=r"in/x\.jsonl cannot be read: Too many levels"):
+    with pytest.raises(
+        SourceError,
+        match=r"in/x\.jsonl cannot be read: Too many levels",
+        check=lambda error: error.exit_code == 2,
+    ):
         names(folder)
 
 
 def test_a_pipe_is_named(folder: Path) -> None:
     os.mkfifo(folder / "x.jsonl")
-    with pytest.raises(SourceMistakeError, match=r"in/x\.jsonl is no regular file"):
+    with pytest.raises(
+        SourceError, match=r"in/x\.jsonl is no regular file", check=lambda error: error.exit_code == 2
+    ):
         names(folder)
 
 
@@ -112,7 +122,11 @@ def test_a_folder_that_cannot_be_read_is_named(
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", refuse)  # a mode would not stop a superuser
-    with pytest.raises(SourceMistakeError, match=r"the folder .*in/sub cannot be read: Permission denied"):
+    with pytest.raises(
+        SourceError,
+        match=r"the folder .*in/sub cannot be read: Permission denied",
+        check=lambda error: error.exit_code == 2,
+    ):
         names(tmp_path / pattern)
 
 
@@ -131,7 +145,9 @@ def test_files_of_no_known_extension_are_told_once_a_source(
     )
     assert said.startswith(start)
     with pytest.raises(
-        SourceMistakeError, match=r"nothing readable matches .*1 file \(.*README\.md\) of no known"
+        SourceError,
+        match=r"nothing readable matches .*1 file \(.*README\.md\) of no known",
+        check=lambda error: error.exit_code == 2,
     ):
         names(folder / "R*")
 
@@ -146,9 +162,15 @@ def test_a_name_that_is_not_utf_8_is_refused(
     except OSError:
         pytest.skip("this file system has no such names")
     for source in ({"paths": [str(tmp_path / "in")]}, {"paths": [str(tmp_path / "in/*")]}):
-        with pytest.raises(SourceMistakeError, match=r"in/caf\\xe9.* is not UTF-8.*rename it"):
+        with pytest.raises(
+            SourceError,
+            match=r"in/caf\\xe9.* is not UTF-8.*rename it",
+            check=lambda error: error.exit_code == 2,
+        ):
             listed(source)
-    with pytest.raises(SourceMistakeError, match=r"in/caf\\xe9.* is not UTF-8.*rename it"):
+    with pytest.raises(
+        SourceError, match=r"in/caf\\xe9.* is not UTF-8.*rename it", check=lambda error: error.exit_code == 2
+    ):
         listed({"dataset": str(tmp_path / "in")})
     assert capsys.readouterr().err == ""
 
@@ -176,14 +198,18 @@ def test_a_left_out_file_may_have_any_name(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_a_mistake(source: dict[str, Any], message: str) -> None:
-    with pytest.raises(SourceMistakeError, match=message):
+    with pytest.raises(SourceError, match=message, check=lambda error: error.exit_code == 2):
         listed(source)
 
 
 def test_a_file_named_twice_is_read_once_or_refused(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "other.jsonl").symlink_to(folder / "a.jsonl")
     assert len(names(folder, folder / "a.jsonl", tmp_path / "other.jsonl")) == 2
-    with pytest.raises(SourceMistakeError, match=r"other\.jsonl belongs to two sources \(0 and 1\)"):
+    with pytest.raises(
+        SourceError,
+        match=r"other\.jsonl belongs to two sources \(0 and 1\)",
+        check=lambda error: error.exit_code == 2,
+    ):
         listed({"paths": [str(folder)]}, {"paths": [str(tmp_path / "other.jsonl")]})
 
 
@@ -210,7 +236,11 @@ def test_a_dataset_named_twice_is_refused(tmp_path: Path, folder: Path, kit: Sim
         ({"paths": [str(folder / "a.jsonl")]}, {"dataset": str(folder)}),
     ]
     for sources in twice:
-        with pytest.raises(SourceMistakeError, match=r"belongs to two sources \(0 and 1\).*name it once"):
+        with pytest.raises(
+            SourceError,
+            match=r"belongs to two sources \(0 and 1\).*name it once",
+            check=lambda error: error.exit_code == 2,
+        ):
             listed(*sources)
     for path in (many, str(folder)):
         assert listed({"dataset": path}, {"dataset": path, "split": "test"}) == [path, path]
@@ -222,7 +252,11 @@ def test_a_name_on_a_hub_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     commits = {"org/a": "1" * 40, "a": "1" * 40, "org/b": "2" * 40, "org/c": "", "org/d": ""}
     monkeypatch.setattr(inputs, "commit_of", lambda name, split: commits[name])
     for first, second in (("org/a", "org/a"), ("org/a", "a"), ("org/c", "org/c")):
-        with pytest.raises(SourceMistakeError, match=rf"'{second}' \(split 'train'\) belongs to two sources"):
+        with pytest.raises(
+            SourceError,
+            match=rf"'{second}' \(split 'train'\) belongs to two sources",
+            check=lambda error: error.exit_code == 2,
+        ):
             listed({"dataset": first}, {"dataset": second})
         assert len(listed({"dataset": first}, {"dataset": second, "split": "test"})) == 2
     assert len(listed(*({"dataset": name} for name in ("org/a", "org/b", "org/c", "org/d")))) == 4

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.errors import SourceError, SourceMistakeError
+from data_prep.errors import SourceError
 from data_prep.inputs.records import RecordParser
 from data_prep.prep import prepare
 
@@ -52,7 +52,9 @@ def test_a_mistake_is_not_damage(
     saved = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": kit.make_texts(40, seed=1)}))
     saved.save_to_disk(str(tmp_path / "saved"))
     sources = [{"paths": [str(tmp_path / "a.jsonl")]}, {"dataset": str(tmp_path / "saved"), **mistake}]
-    with pytest.raises(SourceMistakeError, match=next(iter(mistake.values()))):
+    with pytest.raises(
+        SourceError, match=next(iter(mistake.values())), check=lambda error: error.exit_code == 2
+    ):
         prepare(make_config([], sources=sources, **lenient))
 
 

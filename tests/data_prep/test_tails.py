@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.errors import PrepMistakeError, StarvedSplitError
+from data_prep.errors import PrepError, StarvedSplitError
 from data_prep.prep import prepare
 from data_prep.prep.megatron import export_megatron, import_megatron, open_megatron
 from data_prep.prep.prep_report import verify_split
@@ -154,7 +154,9 @@ def test_a_sequence_length_that_no_memory_holds_is_a_mistake(
     tmp_path: Path, make_config: MakeConfig, kit: SimpleNamespace, settings: dict[str, Any]
 ) -> None:
     path = kit.write_lines(tmp_path / "a.jsonl", kit.make_texts(30))
-    with pytest.raises(PrepMistakeError, match=r"lower prep\.sequence_length"):
+    with pytest.raises(
+        PrepError, match=r"lower prep\.sequence_length", check=lambda error: error.exit_code == 2
+    ):
         prepare(make_config(path, sequence_length=8 << 30, **settings))
     assert not list((tmp_path / "run/data").glob("*/*.shard*"))
 

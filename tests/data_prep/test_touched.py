@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from calm_scale.config import RunConfig
-from data_prep.errors import PrepMistakeError
+from data_prep.errors import PrepError
 from data_prep.prep import foresee, prepare
 from data_prep.prep.journal import SegmentRecord
 from data_prep.prep.segment import SplitSink
@@ -61,7 +61,11 @@ def test_a_finished_prep_of_touched_inputs_is_complete_and_of_changed_ones_refus
     assert json.loads((config.data_dir / "plan.json").read_text())["settings"]["inputs"][0]["mtime_ns"] == 5
     change_in_the_middle(large)
     for act in (foresee, prepare):
-        with pytest.raises(PrepMistakeError, match=r"a finished prep.*a\.jsonl: its content.*--restart"):
+        with pytest.raises(
+            PrepError,
+            match=r"a finished prep.*a\.jsonl: its content.*--restart",
+            check=lambda error: error.exit_code == 2,
+        ):
             act(config)
     assert foresee(config, restart=True).found == "earlier work would be discarded"
 
@@ -79,7 +83,11 @@ def test_unfinished_work_on_touched_inputs_goes_on_and_on_changed_ones_is_refuse
     at = whole.index(b"energy", 66_000)  # in the second segment
     large.write_bytes(whole[:at] + b"ENERGY" + whole[at + 6 :])
     for act in (foresee, prepare):
-        with pytest.raises(PrepMistakeError, match=r"unfinished work.*a\.jsonl: its content.*--restart"):
+        with pytest.raises(
+            PrepError,
+            match=r"unfinished work.*a\.jsonl: its content.*--restart",
+            check=lambda error: error.exit_code == 2,
+        ):
             act(config)
     large.write_bytes(whole)
     prepare(config)
@@ -99,7 +107,11 @@ def test_work_without_recorded_contents_says_how_to_go_on(
         path.write_text(record.model_dump_json())
     before = large.stat().st_mtime_ns
     large.touch()
-    with pytest.raises(PrepMistakeError, match=r"a\.jsonl: its time of change.*touch -d @(\S+)"):
+    with pytest.raises(
+        PrepError,
+        match=r"a\.jsonl: its time of change.*touch -d @(\S+)",
+        check=lambda error: error.exit_code == 2,
+    ):
         prepare(config)
     os.utime(large, ns=(before, before))
     prepare(config)
@@ -133,7 +145,9 @@ def test_a_dataset_folder_is_known_by_its_content_too(
     assert prepare(config).already_done
     (arrow,) = folder.glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes().replace(b"energy", b"ENERGY", 1))
-    with pytest.raises(PrepMistakeError, match=r"saved: its content.*--restart"):
+    with pytest.raises(
+        PrepError, match=r"saved: its content.*--restart", check=lambda error: error.exit_code == 2
+    ):
         prepare(config)
 
 
@@ -142,7 +156,9 @@ def test_added_and_removed_inputs_are_named(
 ) -> None:
     prepare(make_config(large.parent))
     kit.write_lines(large.parent / "b.jsonl", ["one more"])
-    with pytest.raises(PrepMistakeError, match=r"b\.jsonl is a new input\)"):
+    with pytest.raises(
+        PrepError, match=r"b\.jsonl is a new input\)", check=lambda error: error.exit_code == 2
+    ):
         prepare(make_config(large.parent))
 
 
@@ -154,9 +170,14 @@ def test_a_dry_run_foresees_that_another_command_writes_the_folder(
     config = make_config(large)
     assert foresee(config).found == "nothing yet"
     assert not config.workdir.exists()
-    with FolderLock(config.data_dir), pytest.raises(PrepMistakeError, match="another command is writing"):
+    with (
+        FolderLock(config.data_dir),
+        pytest.raises(
+            PrepError, match="another command is writing", check=lambda error: error.exit_code == 2
+        ),
+    ):
         foresee(config)
     config.data_dir.with_name("file").write_text("")
     blocked = config.model_copy(update={"data": config.data_dir.with_name("file") / "data"})
-    with pytest.raises(PrepMistakeError, match="cannot be made"):
+    with pytest.raises(PrepError, match="cannot be made", check=lambda error: error.exit_code == 2):
         foresee(blocked)

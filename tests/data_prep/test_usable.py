@@ -12,7 +12,7 @@ import pytest
 
 from calm_scale.config import RunConfig
 from calm_scale.stages.prep_display import show_report
-from data_prep.errors import PrepError, PrepMistakeError
+from data_prep.errors import PrepError
 from data_prep.prep import prepare
 from data_prep.prep.prep_report import PrepReport
 from data_prep.shards.manifest import Manifest
@@ -42,9 +42,10 @@ def test_a_source_with_another_text_field_is_refused_with_the_fields_found(
     sources = [{"paths": [str(good)]}, {"paths": [str(renamed)]}]
     config = make_config([], sources=sources)
     with pytest.raises(
-        PrepMistakeError,
+        PrepError,
         match=r"(?s)prep\.sources\[1\]: .*renamed\.jsonl.*missing_text 1.*No record has the field `text`; fields "
         r"found: `content`, `id`.*prep\.sources\[1\]\.text_field.*on_unusable_input",
+        check=lambda error: error.exit_code == 2,
     ):
         prepare(config)
     assert not (config.data_dir / "manifest.json").exists()
@@ -56,7 +57,11 @@ def test_a_file_among_good_ones_is_refused_or_reported_as_the_setting_says(
     make_config: MakeConfig, good: Path, renamed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config([good, renamed])
-    with pytest.raises(PrepMistakeError, match=r"renamed\.jsonl: 1 records, none usable \(missing_text 1\)"):
+    with pytest.raises(
+        PrepError,
+        match=r"renamed\.jsonl: 1 records, none usable \(missing_text 1\)",
+        check=lambda error: error.exit_code == 2,
+    ):
         prepare(config)
     shard = config.data_dir / "train/000000-000000.shard"
     written = shard.stat().st_mtime_ns
@@ -81,7 +86,11 @@ def test_a_source_whose_filter_keeps_nothing_is_refused_with_the_sets_found(
 ) -> None:
     other = kit.write_lines(tmp_path / "other.jsonl", ["one text"])
     sources = [{"paths": [str(good)]}, {"paths": [str(other)], "include_sets": ["Wikipedia"]}]
-    with pytest.raises(PrepMistakeError, match=r"(?s)prep\.sources\[1\].*of other sets 1.*Sets found: `T`"):
+    with pytest.raises(
+        PrepError,
+        match=r"(?s)prep\.sources\[1\].*of other sets 1.*Sets found: `T`",
+        check=lambda error: error.exit_code == 2,
+    ):
         prepare(make_config([], sources=sources))
 
 
