@@ -304,7 +304,7 @@ def load_split_tokenizer(split_dir: Path, path: Path | None = None) -> Tokenizer
     if tokenizer.fingerprint == manifest.tokenizer_fingerprint or "encoder" in stated.model_fields_set:
         return tokenizer
     # Manifests did not always say which encoder was used: where the fast one differs, it was the reference.
-    return load_tokenizer(stated.model_copy(update={"encoder": tokenizer.judge_name}), place)
+    return load_tokenizer(stated.model_copy(update={"encoder": tokenizer.reference_name}), place)
 
 
 def read_sequence(split_dir: Path, index: int, tokenizer: Tokenizer | None = None) -> StoredSequence:

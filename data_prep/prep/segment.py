@@ -258,7 +258,7 @@ class EncodeTask:
 
     def __init__(self, plan: Plan, journal: Journal, tokenizer: Tokenizer) -> None:
         self._plan, self._journal, self._tokenizer = plan, journal, tokenizer
-        tokenizer.get_ready()
+        tokenizer.check(["get ready"])  # loads the reference now, not in the middle of the work
         self._committer = ThreadPoolExecutor(1)
         self._committing: Future[None] | None = None
 
@@ -316,7 +316,7 @@ class EncodeTask:
         """One short document of each block is encoded by the reference too."""
         sample = texts.texts[len(texts.texts) // 2] if texts.texts else ""
         if sample and len(sample) <= _SAMPLE_CHARACTERS:
-            self._tokenizer.check(sample)
+            self._tokenizer.check([sample])
 
 
 class HashTask:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-import xxhash
-
 from calm_scale.config.data import TokenizerConfig
 from data_prep.errors import EncoderMismatchError, TokenizerError
-from data_prep.tokenizer.definition import TokenizerSpec, load_cached, read_spec, save_cached
+from data_prep.tokenizer.definition import TokenizerSpec, read_spec
 from data_prep.tokenizer.encoders import (
-    PROBE_VERSION,
     Encoder,
     Flat,
     TokenizersEncoder,
     build_encoder,
     fingerprint,
     first_difference,
-    verify,
+    probe_texts,
 )
 
 
@@ -75,41 +72,35 @@ class Tokenizer:
         """The reference encoder of a tokenizer.json (also decodes)."""
         return TokenizersEncoder(self._spec.json)
 
-    @cached_property
-    def judge(self) -> Encoder:
-        """The encoder the corpus sample is checked against: tiktoken for its ranks, ``tokenizers`` otherwise."""
-        return build_encoder("tiktoken", self._spec) if self.judge_name == "tiktoken" else self.reference
+    @property
+    def reference_name(self) -> str:
+        """The encoder that says what is right: tiktoken for its ranks, ``tokenizers`` otherwise."""
+        return _name_reference(self._spec)
 
-    def check(self, text: str) -> None:
-        """Compare the fast encoder with the reference on one document.
+    def check(self, texts: Sequence[str]) -> None:
+        """Compare a fast encoder with the reference on ``texts``.
 
         Raises:
             EncoderMismatchError: the ids differ.
         """
-        if self.encoder_name == self.judge_name:
+        if self.encoder_name == self.reference_name:
             return
-        difference = first_difference(self._encoder, self.judge, [text])
+        difference = first_difference(self._encoder, self._judge, list(texts))
         if difference is not None:
             raise EncoderMismatchError(
-                f"{difference}. Set tokenizer.encoder: {self.judge_name}, or tokenizer.on_mismatch: fallback",
-                self.judge_name,
+                f"{difference}. Set tokenizer.encoder: {self.reference_name}, or tokenizer.on_mismatch: fallback",
+                self.reference_name,
             )
 
-    def get_ready(self) -> None:
-        """Load now what ``check`` needs, so that it is not loaded in the middle of the work."""
-        if self.encoder_name != self.judge_name:
-            self.check("get ready")
+    @cached_property
+    def _judge(self) -> Encoder:
+        return build_encoder("tiktoken", self._spec) if self.reference_name == "tiktoken" else self.reference
 
     @property
     def portable_encoder(self) -> str:
         """The ``tokenizer.encoder`` that gives these ids again: auto for a fast encoder, which equals its reference,
         so that a machine without it can read the data; the encoder's name otherwise."""
         return "auto" if self.encoder_name == "fastokens" else self.encoder_name
-
-    @property
-    def judge_name(self) -> str:
-        """Name of the encoder the corpus is checked against."""
-        return "tiktoken" if self._spec.has_ranks and find_spec("tiktoken") else "tokenizers"
 
     @cached_property
     def _special_ids(self) -> set[int]:
@@ -124,46 +115,30 @@ class Tokenizer:
 def load_tokenizer(config: TokenizerConfig, path: Path, *, verified: bool = False) -> Tokenizer:
     """Load the tokenizer at ``path`` (file or folder) with the encoder the config asks for.
 
-    A fast encoder is used only after it gave the reference's ids on the probe; a past success with the same
-    tokenizer and library versions is remembered in the user's cache folder. ``verified`` skips the check (a
-    worker whose parent made it).
+    A fast encoder is used only where it gives the reference's ids on the probe. ``verified`` skips that (a worker whose
+    parent did it).
 
     Raises:
         TokenizerError: no tokenizer there, or the encoders differ and ``on_mismatch`` is stop.
     """
     spec = read_spec(config, Path(path))
+    reference = _name_reference(spec)
     wanted = config.encoder
     if wanted == "auto":
         wanted = "fastokens" if find_spec("fastokens") else "tokenizers"
-    reference_name = "tiktoken" if spec.has_ranks and find_spec("tiktoken") else "tokenizers"
-    if wanted in (reference_name, "tokenizers"):
+    if wanted in (reference, "tokenizers"):
         return Tokenizer(spec, build_encoder(wanted, spec))
     try:
         tokenizer = Tokenizer(spec, build_encoder(wanted, spec))
-        if not verified and not _remembered(spec, wanted):
-            verify(tokenizer._encoder, tokenizer.judge, tokenizer.reference)
-            _remember(spec, wanted)
+        if not verified:
+            tokenizer.check(probe_texts())
+        return tokenizer
     except TokenizerError as error:
-        if config.on_mismatch == "stop" and config.encoder != "auto":
+        is_refused = config.encoder != "auto" or isinstance(error, EncoderMismatchError)
+        if config.on_mismatch == "stop" and is_refused:
             raise
-        if config.on_mismatch == "stop" and "differ" in str(error):
-            raise
-        return Tokenizer(spec, build_encoder(reference_name, spec), warning=str(error))
-    return tokenizer
+        return Tokenizer(spec, build_encoder(reference, spec), warning=str(error))
 
 
-def _verification_key(spec: TokenizerSpec, encoder: str) -> str:
-    versions = [
-        (name, importlib.metadata.version(name))
-        for name in ("fastokens", "tokenizers", "tiktoken")
-        if find_spec(name)
-    ]
-    return f"{PROBE_VERSION} {encoder} {versions} {xxhash.xxh3_128_hexdigest(spec.json.encode())}"
-
-
-def _remembered(spec: TokenizerSpec, encoder: str) -> bool:
-    return load_cached("verified-encoders", _verification_key(spec, encoder)) is not None
-
-
-def _remember(spec: TokenizerSpec, encoder: str) -> None:
-    save_cached("verified-encoders", _verification_key(spec, encoder), f"{spec.name} {encoder}\n")
+def _name_reference(spec: TokenizerSpec) -> str:
+    return "tiktoken" if spec.has_ranks and find_spec("tiktoken") else "tokenizers"

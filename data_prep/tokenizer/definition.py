@@ -6,22 +6,17 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.config.files import write_atomically
 from calm_scale.config.terminal import counted
 from data_prep.errors import TokenizerError
 from data_prep.inputs.records import iterate_texts
 
-SPEC_VERSION = 2
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>", "<|begin_of_sentence|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_sentence|>")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
@@ -81,13 +76,6 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
     """
     file = find_definition(path)
     has_ranks = file.suffix != ".json"
-    policy = config.model_dump(
-        mode="json", include={"add_bos", "add_eos", "bos_token", "eos_token", "pad_token"}
-    )
-    key = f"{SPEC_VERSION} {policy} {xxhash.xxh3_128_hexdigest(file.read_bytes())}"
-    if has_ranks and (cached := load_cached("tokenizers", key)) is not None:
-        head, _, text = cached.partition("\n")
-        return TokenizerSpec(file=file, json=text, has_ranks=True, **json.loads(head))
     definition = _definition_of_ranks(_read_ranks(file)) if has_ranks else _read_json(file)
     _check_alphabet(definition, file)
     specials = {t["content"]: t["id"] for t in definition.get("added_tokens") or [] if t.get("special")}
@@ -100,19 +88,18 @@ def read_spec(config: TokenizerConfig, path: Path) -> TokenizerSpec:
     if pad_name and pad is None:
         pad = max_id = max_id + 1
     framed = _framed(definition, bos if config.add_bos else None, eos if config.add_eos else None, specials)
-    text = json.dumps(framed, ensure_ascii=False, separators=(",", ":"))
-    facts = {
-        "specials": specials,
-        "max_id": max_id,
-        "bos_id": bos,
-        "eos_id": eos,
-        "pad_id": pad,
-        "add_bos": config.add_bos,
-        "add_eos": config.add_eos,
-    }
-    if has_ranks:  # converting 128 000 ranks takes a second
-        save_cached("tokenizers", key, f"{json.dumps(facts)}\n{text}")
-    return TokenizerSpec(file=file, json=text, has_ranks=has_ranks, **facts)
+    return TokenizerSpec(
+        file=file,
+        json=json.dumps(framed, ensure_ascii=False, separators=(",", ":")),
+        has_ranks=has_ranks,
+        specials=specials,
+        max_id=max_id,
+        bos_id=bos,
+        eos_id=eos,
+        pad_id=pad,
+        add_bos=config.add_bos,
+        add_eos=config.add_eos,
+    )
 
 
 def _check_alphabet(definition: dict[str, Any], file: Path) -> None:
@@ -373,28 +360,3 @@ def _some(texts: Iterator[str], megabytes: float) -> Iterator[str]:
             return
         left -= len(text)
         yield text
-
-
-def cache_file(kind: str, key: str) -> Path:
-    """Where the entry of ``kind`` with ``key`` (any text) stands."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "calm-scale" / kind / f"{xxhash.xxh3_128_hexdigest(key.encode())}.json"
-
-
-def load_cached(kind: str, key: str) -> str | None:
-    """The entry's text; ``None`` when it is missing or damaged."""
-    try:
-        digest, _, text = cache_file(kind, key).read_text(encoding="utf-8").partition("\n")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return text if digest == xxhash.xxh3_128_hexdigest(text.encode()) else None
-
-
-def save_cached(kind: str, key: str, text: str) -> None:
-    """Keep an entry, if the folder can be written."""
-    file = cache_file(kind, key)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
-    except OSError:
-        return

@@ -23,9 +23,8 @@ MakeConfig = Callable[..., RunConfig]
 
 
 @pytest.fixture
-def differing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def differing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast encoder that gives other ids than the reference."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     encode = encoders.FastokensEncoder.encode_flat
 
     def other(self: encoders.FastokensEncoder, texts: list[str], *, framed: bool) -> encoders.Flat:

@@ -172,9 +172,7 @@ class LyingEncoder(FastokensEncoder):
 
 
 @pytest.fixture
-def lying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
+def lying(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def install(word: str) -> None:
         build = data_prep.tokenizer.build_encoder
         monkeypatch.setattr(LyingEncoder, "word", word)
@@ -215,14 +213,12 @@ def test_an_encoder_that_fails_on_the_corpus_stops_or_falls_back(
     assert (config.data_dir / shard).read_bytes() == (honest.data_dir / shard).read_bytes()
 
 
-def test_a_verified_encoder_is_remembered(tokenizer_path: Path, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calls = []
-    real = data_prep.tokenizer.verify
-    monkeypatch.setattr(data_prep.tokenizer, "verify", lambda *a: (calls.append(1), real(*a)))
-    for _ in range(2):
-        load_tokenizer(TokenizerConfig(), tokenizer_path)
-    assert len(calls) == 1
+@pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000])
+def test_the_fast_encoder_equals_the_reference_on_long_runs(tokenizer_path: Path, text: str) -> None:
+    """Encoders have panicked or differed on runs of 1 MB; the probe at run time holds only short ones."""
+    fast = load_tokenizer(TokenizerConfig(encoder="fastokens"), tokenizer_path)
+    assert fast.encoder_name == "fastokens"
+    fast.check([text])
 
 
 def test_the_definition_of_ranks_has_every_merge(ranks_path: Path) -> None:
@@ -231,13 +227,3 @@ def test_the_definition_of_ranks_has_every_merge(ranks_path: Path) -> None:
     assert merges.count("t he") == 1
     assert merges.count("th e") == 1
     assert spec.specials["<|begin_of_text|>"] == 269
-
-
-def test_a_damaged_cache_entry_is_made_again(ranks_path: Path, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    spec = read_spec(TokenizerConfig(), ranks_path)
-    assert read_spec(TokenizerConfig(), ranks_path) == spec
-    entry = next((tmp_path / "calm-scale/tokenizers").glob("*.json"))
-    entry.write_text(entry.read_text().replace("Ġthe", "Ġxhe"))
-    assert read_spec(TokenizerConfig(), ranks_path) == spec
-    assert read_spec(TokenizerConfig(add_eos=True), ranks_path).json != spec.json
