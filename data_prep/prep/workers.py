@@ -197,16 +197,16 @@ def run_workers(
         Worker(plan, journal, build_task(task, plan, journal, tokenizer), 0).run()
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, spawn, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
-        with _safe_path():
-            running = [
-                pool.submit(_work, plan, journal, task, origin, number, count) for number in range(count)
-            ]
-        try:
-            wait(running)
-        except BaseException:  # an interrupt: the pool waits for workers that must know
-            journal.stop()
-            raise
+    with _safe_path():
+        pool = ProcessPoolExecutor(count, spawn, initializer=end_with_parent, initargs=(os.getpid(),))
+        running = [pool.submit(_work, plan, journal, task, origin, number, count) for number in range(count)]
+    try:
+        wait(running)
+    except BaseException:  # an interrupt: the pool waits for its workers
+        journal.stop()
+        raise
+    finally:
+        pool.shutdown()
     errors = [error for worker in running if (error := worker.exception()) is not None]
     if errors:
         raise _choose_error(errors)

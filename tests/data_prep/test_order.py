@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.errors import ShardError
 from data_prep.shards.order import MixtureOrder, SampleOrder
 
 
@@ -86,5 +87,5 @@ def test_bad_arguments_are_refused() -> None:
         SampleOrder(0, 0)
     with pytest.raises(ValueError, match="start at 0"):
         SampleOrder(5, 0)(-1)
-    with pytest.raises(ValueError, match="below one sample"):
+    with pytest.raises(ShardError, match="below one sample", check=lambda error: error.exit_code == 2):
         MixtureOrder([1000, 1], [1.0, 0.0001], 0)

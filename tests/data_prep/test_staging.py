@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config import RunConfig
 from data_prep.errors import ShardError
 from data_prep.prep import prepare
 from data_prep.shards.staging import stage_split
@@ -35,5 +35,9 @@ def test_a_copy_is_for_all_users_and_a_failure_leaves_nothing(
     with pytest.raises(ShardError, match="the disk is full"):
         stage_split(split, tmp_path / "full", full)
     assert [path.name for path in (tmp_path / "full").iterdir()] == [".stage.lock"]
-    with pytest.raises(ConfigError, match=r"cannot be written to .*reading\.stage_to"):
+    with pytest.raises(
+        ShardError,
+        match=r"cannot be written to .*reading\.stage_to",
+        check=lambda error: error.exit_code == 2,
+    ):
         stage_split(split, local / "manifest.json" / "x")
