@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import _plain_calm as plain
 import torch
 
-from calm_scale.autoencoder.frozen import FrozenAutoencoder
-from calm_scale.autoencoder.model import Autoencoder
+from calm_scale.autoencoder.model import Autoencoder, FrozenAutoencoder
 from calm_scale.config import RunConfig
 from calm_scale.lm.heads import EnergyHead
 from calm_scale.runtime.noise import PositionNoise

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from calm_scale.accounting.activations import FP32, element
-from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.backbone_model import is_autoregressive
 from calm_scale.accounting.components import Component, parameters_of
+from calm_scale.accounting.model_components import autoencoder_components, is_autoregressive
 from calm_scale.accounting.placement import StageParameters, stage_parameters
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.lm import EnergyHeadConfig

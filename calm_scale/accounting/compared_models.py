@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.backbone_model import is_autoregressive
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.costs import run_totals, token_costs
-from calm_scale.accounting.model import lm_parameters
+from calm_scale.accounting.model_components import autoencoder_components, is_autoregressive, lm_parameters
 from calm_scale.config.run import RunConfig
 
 NOTES = (

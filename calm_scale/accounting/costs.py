@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.components import FLOPS_PER_MAC, Component, Part, causal
-from calm_scale.accounting.model import lm_components, recomputed
+from calm_scale.accounting.model_components import autoencoder_components, lm_components, recomputed
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.run import RunConfig
 

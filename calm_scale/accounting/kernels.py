@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from calm_scale.accounting.activations import FP32, element
-from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.components import FLOPS_PER_MAC, Component, causal
 from calm_scale.accounting.hardware import COPY_SHARE, Device
-from calm_scale.accounting.model import recomputed
+from calm_scale.accounting.model_components import autoencoder_components, recomputed
 from calm_scale.accounting.placement import local_parameters
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, HeadConfig

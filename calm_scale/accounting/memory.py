@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 from calm_scale.accounting import activations
 from calm_scale.accounting.activations import FP32, Kernels, element
-from calm_scale.accounting.autoencoder_model import autoencoder_components, model_of
 from calm_scale.accounting.components import parameters_of
+from calm_scale.accounting.model_components import autoencoder_components, model_of
 from calm_scale.accounting.placement import StageParameters, stage_parameters
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from calm_scale.accounting.autoencoder_model import autoencoder_components, model_of
-from calm_scale.accounting.backbone_model import (
+from calm_scale.accounting.components import Component, parameters_of
+from calm_scale.accounting.model_components import (
+    autoencoder_components,
+    head_components,
     input_components,
+    input_encoder,
     is_autoregressive,
     layer_components,
-)
-from calm_scale.accounting.components import Component, parameters_of
-from calm_scale.accounting.model import (
-    head_components,
-    input_encoder,
     loss_components,
+    model_of,
     recomputed,
     target_encoder,
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from calm_scale.accounting.components import FLOPS_PER_MAC
-from calm_scale.accounting.model import lm_components
+from calm_scale.accounting.model_components import lm_components
 from calm_scale.config.run import RunConfig
 
 _NEARLY_WHOLE = 1e-9

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.hardware import Device
-from calm_scale.accounting.model import lm_parameters
+from calm_scale.accounting.model_components import autoencoder_components, lm_parameters
 from calm_scale.accounting.report.document import seconds_text
 from calm_scale.accounting.step_time import estimated_step
 from calm_scale.config.run import RunConfig

@@ -12,12 +12,6 @@ from dataclasses import dataclass
 from math import ceil
 
 from calm_scale.accounting.activations import FP32, element
-from calm_scale.accounting.autoencoder_model import autoencoder_components
-from calm_scale.accounting.backbone_model import (
-    backbone_components,
-    input_components,
-    layer_components,
-)
 from calm_scale.accounting.communication import Group, Traffic, autoencoder, language_model
 from calm_scale.accounting.components import Component, parameters_of
 from calm_scale.accounting.costs import autoencoder_step_flops, step_flops
@@ -31,7 +25,16 @@ from calm_scale.accounting.kernels import (
     micro_batch_seconds,
     rates,
 )
-from calm_scale.accounting.model import head_components, input_encoder, loss_components, target_encoder
+from calm_scale.accounting.model_components import (
+    autoencoder_components,
+    backbone_components,
+    head_components,
+    input_components,
+    input_encoder,
+    layer_components,
+    loss_components,
+    target_encoder,
+)
 from calm_scale.accounting.placement import StageParameters, stage_parameters
 from calm_scale.accounting.report.document import seconds_text
 from calm_scale.config.errors import ConfigError

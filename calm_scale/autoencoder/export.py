@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from calm_scale.autoencoder.card import CARD_FILE, EXPORT_AGAIN, ExportCard, ExportError, read_card
+from calm_scale.autoencoder import CARD_FILE, EXPORT_AGAIN, ExportCard, ExportError, read_card
 from calm_scale.autoencoder.model import TIED_ALIAS, Autoencoder
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.config.errors import CalmScaleError

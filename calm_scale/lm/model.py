@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,28 +10,12 @@ from torch import nn
 
 from calm_scale.config import RunConfig
 from calm_scale.lm.backbone import Rotary, build_backbone
-from calm_scale.lm.compressor import Compressor, PlainEmbedding
 from calm_scale.lm.heads import GenerativeHead
-from calm_scale.lm.positions import gather_all, mark_position_parallel, take_owned
-from calm_scale.lm.vocabulary import VocabularyOutput
-from calm_scale.runtime.noise import PositionNoise
+from calm_scale.lm.targets import Targets, gather_all, mark_position_parallel, take_owned
+from calm_scale.lm.token_layers import Compressor, PlainEmbedding, VocabularyOutput
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What the last stage scores: the frozen encoder's posterior of each position's next patch, and the noise.
-
-    ``mean`` and ``log_std`` are [b, p, l] for this rank's p positions. The autoregressive baseline has
-    ``ids`` [b, P] instead.
-    """
-
-    mean: torch.Tensor | None = None
-    log_std: torch.Tensor | None = None
-    noise: PositionNoise | None = None
-    ids: torch.Tensor | None = None
 
 
 class CalmModel(nn.Module):

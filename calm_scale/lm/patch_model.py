@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.lm.attention import LayerCache, attached
-from calm_scale.lm.backbone import core_attentions
+from calm_scale.lm.backbone import LayerCache, attached, core_attentions
 from calm_scale.lm.build import build_models, language_model_stage
 from calm_scale.lm.heads import GenerativeHead
 from calm_scale.lm.model import CalmModel
-from calm_scale.lm.positions import gather_all, owned_positions
 from calm_scale.lm.sharded import read_weights
-from calm_scale.lm.targets import LatentCodec, input_latents
-from calm_scale.lm.vocabulary import VocabularyOutput
+from calm_scale.lm.targets import LatentCodec, gather_all, input_latents, owned_positions
+from calm_scale.lm.token_layers import VocabularyOutput
 from calm_scale.runtime.finite import require_finite
 from calm_scale.runtime.megatron import Layout, Precision, Ranks, initialize
 from calm_scale.runtime.streams import Randomness, categorical

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,19 @@ def _refuse_foreign_code(directory: Path) -> None:
         raise CheckpointMismatchError(f"{directory} holds no sharded checkpoint (no {_METADATA} file)")
     with path.open("rb") as stream:
         _MetadataOnly(stream).load()
+
+
+class Staging:
+    """Host memory for the copies, kept from save to save: fresh memory costs several times the copy itself."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def copy(self, shard: Any) -> Any:
+        """The shard with its data in this staging; valid until the next copy of the same shard."""
+        data = shard.data.detach()
+        place = (shard.key, tuple(shard.global_offset))
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
+            buffer = self._buffers[place] = torch.empty(data.shape, dtype=data.dtype, device="cpu")
+        return replace(shard, data=buffer.copy_(data))

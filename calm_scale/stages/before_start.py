@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from calm_scale.autoencoder.card import CARD_FILE, read_card
+from calm_scale.autoencoder import CARD_FILE, read_card
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.diff import ResumeDiff, resume_diff
 from calm_scale.checkpoint.errors import ResumeRefusedError

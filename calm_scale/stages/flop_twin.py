@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from calm_scale.accounting.autoencoder_model import autoencoder_components, model_of
 from calm_scale.accounting.components import FLOPS_PER_MAC, Component, parameters_of
-from calm_scale.accounting.model import lm_components, lm_parameters, recomputed
+from calm_scale.accounting.model_components import (
+    autoencoder_components,
+    lm_components,
+    lm_parameters,
+    model_of,
+    recomputed,
+)
 from calm_scale.accounting.twin import BATCH, POSITIONS, Comparison, tiny_twin
 from calm_scale.config.lm import EnergyHeadConfig
 from calm_scale.config.run import RunConfig

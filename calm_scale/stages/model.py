@@ -21,7 +21,7 @@ from calm_scale.runtime.world import World
 from calm_scale.stages.train import frozen_autoencoder
 
 if TYPE_CHECKING:
-    from calm_scale.autoencoder.card import ExportCard
+    from calm_scale.autoencoder import ExportCard
     from calm_scale.lm.patch_model import MegatronPatchModel
     from data_prep.tokenizer import Tokenizer
 

@@ -32,7 +32,7 @@ from data_prep.shards.reading import ShardDataset
 from launchers import environment
 
 if TYPE_CHECKING:
-    from calm_scale.autoencoder.card import ExportCard
+    from calm_scale.autoencoder import ExportCard
     from calm_scale.autoencoder.model import Autoencoder
     from calm_scale.training.deepspeed.engine import DeepSpeedEngine
 
@@ -179,7 +179,7 @@ def frozen_autoencoder(
     Raises:
         ConfigError: K, V, l or the tokenizer differ from the run's.
     """
-    from calm_scale.autoencoder.card import read_card
+    from calm_scale.autoencoder import read_card
     from calm_scale.autoencoder.export import load_export
 
     folder = config.autoencoder_export
@@ -257,7 +257,7 @@ def _store_deepspeed_config(config: RunConfig, engine: DeepSpeedEngine) -> None:
 
 def _draw_latents(config: RunConfig, engine: DeepSpeedEngine) -> None:
     """The latest evaluation of this attempt as `autoencoder/latents.png`: the noise curve, σ and KL per dimension."""
-    from calm_scale.autoencoder.plots import draw_report
+    from calm_scale.autoencoder.metrics import draw_report
 
     if engine.last_report is not None:
         draw_report(engine.last_report, config.folder.stage(Stage.AUTOENCODER).path / "latents.png")
@@ -265,7 +265,7 @@ def _draw_latents(config: RunConfig, engine: DeepSpeedEngine) -> None:
 
 def _is_exported(config: RunConfig, outcome: Outcome) -> bool:
     """A run that was complete before has its export already, unless it was stopped in between."""
-    from calm_scale.autoencoder.card import ExportError, read_card
+    from calm_scale.autoencoder import ExportError, read_card
 
     if outcome.resumed_at != outcome.step:
         return False

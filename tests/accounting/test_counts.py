@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.compared_models import paper_model, table1
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.costs import (
@@ -18,7 +17,12 @@ from calm_scale.accounting.costs import (
     token_costs,
     tokens_per_step,
 )
-from calm_scale.accounting.model import lm_components, lm_parameters, parameters
+from calm_scale.accounting.model_components import (
+    autoencoder_components,
+    lm_components,
+    lm_parameters,
+    parameters,
+)
 from calm_scale.config.run import RunConfig
 
 MakeRun = Callable[..., RunConfig]

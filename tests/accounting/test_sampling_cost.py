@@ -9,7 +9,7 @@ import pytest
 
 from calm_scale.accounting.compared_models import baseline_at, baseline_of, paper_model, with_patch_size
 from calm_scale.accounting.costs import brier_per_token, token_costs
-from calm_scale.accounting.model import lm_parameters
+from calm_scale.accounting.model_components import lm_parameters
 from calm_scale.accounting.sampling_cost import draws_at, expected_draws, expected_draws_uniform, per_token
 from calm_scale.config import RunConfig
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from calm_scale.autoencoder.metrics import ReportSums
+from calm_scale.autoencoder.metrics import ReportSums, draw_report
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.autoencoder.objective import gaussian_kl
-from calm_scale.autoencoder.plots import draw_report
 from calm_scale.config import load
 from calm_scale.config.autoencoder import AutoencoderModelConfig, AutoencoderStage, ObjectiveConfig
 from calm_scale.runtime.noise import PositionNoise

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calm_scale.autoencoder.card import ExportCard, ExportError, read_card
+from calm_scale.autoencoder import ExportCard, ExportError, read_card
 from calm_scale.autoencoder.export import load_export, write_export
 from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.config import ConfigError

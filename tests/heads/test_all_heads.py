@@ -7,7 +7,7 @@ import torch
 
 from calm_scale.config.lm import LMStage
 from calm_scale.lm.heads import DiffusionHead, EnergyHead, FlowHead, build_head
-from calm_scale.lm.heads.diffusion import cosine_alpha_bar
+from calm_scale.lm.heads.denoising.module import cosine_alpha_bar
 from calm_scale.runtime.noise import PositionNoise
 
 HEADS = {

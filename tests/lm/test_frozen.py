@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calm_scale.autoencoder.frozen import FrozenAutoencoder
-from calm_scale.autoencoder.model import Autoencoder
+from calm_scale.autoencoder.model import Autoencoder, FrozenAutoencoder
 from calm_scale.config.autoencoder import AutoencoderModelConfig
 
 

@@ -149,7 +149,7 @@ def test_stand_in_stays_away_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_padded_rows_are_as_if_they_were_not_there(world: Any, tmp_path: Path) -> None:
     """Plant large values in rows beyond V of the output layer: neither law nor loss changes."""
-    from calm_scale.lm.vocabulary import VocabularyOutput
+    from calm_scale.lm.token_layers import VocabularyOutput
 
     model = make(world, run_of(head={"kind": "softmax"}))
     output = model._model.head

@@ -14,7 +14,7 @@ from lm_ranks import tiny_run
 from rank_program import FixedCodec, batch_of
 
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.lm import vocabulary
+from calm_scale.lm import token_layers
 from calm_scale.training.engine import Batch
 from calm_scale.training.megatron.engine import MegatronEngine
 
@@ -83,12 +83,12 @@ def test_any_vocabulary_splits_over_any_tensor_parallel_size(
 ) -> None:
     from megatron.core import parallel_state
 
-    num_rows = vocabulary.padded_size(vocab, size) // size
+    num_rows = token_layers.padded_size(vocab, size) // size
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 0)
     covered: list[int] = []
     for rank in range(size):
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        for shard in vocabulary.unpadded_shard("table", torch.zeros(num_rows, 4), vocab).values():
+        for shard in token_layers.unpadded_shard("table", torch.zeros(num_rows, 4), vocab).values():
             assert shard.global_shape == (vocab, 4)
             covered += range(shard.global_offset[0], shard.global_offset[0] + shard.local_shape[0])
     assert covered == list(range(vocab))

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from calm_scale.config.evaluation import GenerationConfig
-from calm_scale.lm.heads.diffusion import DiffusionHead
-from calm_scale.lm.heads.energy import EnergyHead
-from calm_scale.lm.heads.flow import FlowHead
+from calm_scale.lm.heads.denoising.module import DiffusionHead, FlowHead
+from calm_scale.lm.heads.energy.module import EnergyHead
 from calm_scale.runtime.streams import RowStreams
 from calm_scale.sampling.generate import generate
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from calm_scale.accounting import communication, memory
-from calm_scale.accounting.backbone_model import input_components, is_autoregressive
 from calm_scale.accounting.components import FLOPS_PER_MAC
 from calm_scale.accounting.memory import Memory
-from calm_scale.accounting.model import input_encoder, loss_components, target_encoder
+from calm_scale.accounting.model_components import (
+    input_components,
+    input_encoder,
+    is_autoregressive,
+    loss_components,
+    target_encoder,
+)
 from calm_scale.accounting.placement import layer_costs, pipeline_bound, stage_shares
 from calm_scale.accounting.report import pictures
 from calm_scale.accounting.report.document import Cell, Column, Section, Table

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from calm_scale.accounting.backbone_model import is_autoregressive
 from calm_scale.accounting.compared_models import (
     NOTES,
     Table1Row,
@@ -26,7 +25,7 @@ from calm_scale.accounting.costs import (
     token_costs,
     tokens_per_step,
 )
-from calm_scale.accounting.model import lm_parameters
+from calm_scale.accounting.model_components import is_autoregressive, lm_parameters
 from calm_scale.accounting.report import pictures
 from calm_scale.accounting.report.document import Cell, Column, Section, Table
 from calm_scale.accounting.sampling_cost import draws_at, expected_draws_uniform, per_token

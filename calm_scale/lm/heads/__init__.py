@@ -5,9 +5,8 @@ from __future__ import annotations
 from calm_scale.config import ConfigError
 from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, LMStage
 from calm_scale.lm.heads.base import GenerativeHead
-from calm_scale.lm.heads.diffusion import DiffusionHead
-from calm_scale.lm.heads.energy import EnergyHead
-from calm_scale.lm.heads.flow import FlowHead
+from calm_scale.lm.heads.denoising.module import DiffusionHead, FlowHead
+from calm_scale.lm.heads.energy.module import EnergyHead
 
 __all__ = ["DiffusionHead", "EnergyHead", "FlowHead", "GenerativeHead", "build_head"]
 

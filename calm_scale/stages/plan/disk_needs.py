@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calm_scale.accounting import saves
-from calm_scale.accounting.autoencoder_model import autoencoder_components
 from calm_scale.accounting.components import parameters_of
+from calm_scale.accounting.model_components import autoencoder_components
 from calm_scale.accounting.report.document import bytes_text
 from calm_scale.config import RunConfig
 from calm_scale.config.run_folder import TRAINED, Stage

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calm_scale.autoencoder.frozen import FrozenAutoencoder
-from calm_scale.autoencoder.model import Autoencoder
+from calm_scale.autoencoder.model import Autoencoder, FrozenAutoencoder
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm.build import build_models, language_model_stage
 from calm_scale.lm.model import CalmModel
-from calm_scale.lm.sharded import write_shards
-from calm_scale.lm.staging import Staging
+from calm_scale.lm.sharded import Staging, write_shards
 from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets, position_weights
 from calm_scale.runtime.megatron import Layout, Ranks, initialize
 from calm_scale.runtime.noise import Namespace

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from calm_scale.config import CalmScaleError
 from calm_scale.config.training import OptimizerConfig
 from calm_scale.lm.model import CalmModel
-from calm_scale.lm.positions import sum_position_parallel_gradients
+from calm_scale.lm.targets import sum_position_parallel_gradients
 from calm_scale.runtime.megatron import DTYPES, Layout, Precision
 
 
