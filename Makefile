@@ -3,13 +3,14 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 OUT ?= demo-out
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test lint docs format clean
 
 help:
 	@echo "make setup   create .venv and install everything, pinned by constraints.txt"
 	@echo "make demo    run the whole pipeline on real text on this CPU; results in $(OUT)/"
 	@echo "make test    run the whole test suite"
 	@echo "make lint    ruff, mypy --strict, import-linter"
+	@echo "make docs    write the tables of docs/configuration.md from the fields' documentation"
 
 setup: .venv/.ready
 
@@ -30,6 +31,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup
+	{ sed '/^<!-- Below/q' docs/configuration.md; $(BIN)/calm-scale config explain --markdown; } > build-docs.md
+	mv build-docs.md docs/configuration.md
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -4,74 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import ResumeRefusedError
 from calm_scale.config import RunConfig
+from calm_scale.config.fields import policy_of
+from calm_scale.config.section import RESUME_WORDS, Resume
 
-Verdict = Literal["same", "safe", "results", "forbidden"]
+Verdict = Literal["same"] | Resume
 
 _WORDS: Mapping[Verdict, str] = {
     "same": "same",
-    "safe": "safe to change: applied",
-    "results": "changes results: needs --accept",
-    "forbidden": "forbidden",
+    "safe": f"{RESUME_WORDS['safe']}: applied",
+    "results": RESUME_WORDS["results"],
+    "forbidden": RESUME_WORDS["forbidden"],
 }
-
-# First match wins; fields are relative to the stage's section (`lm.`, `autoencoder.`) or to the document. A field
-# that no rule names changes results: the careful answer for whatever gets added.
-_RULES: tuple[tuple[str, Verdict], ...] = (
-    ("vocab_size", "forbidden"),
-    ("patch_size", "forbidden"),
-    ("seed", "forbidden"),
-    ("*_fingerprint", "forbidden"),
-    ("stage", "forbidden"),
-    ("name", "safe"),
-    ("workdir", "safe"),
-    ("device", "safe"),
-    ("deterministic", "safe"),  # parts only the rounding, as another layout does
-    ("join_minutes", "safe"),
-    ("data", "safe"),
-    ("reading.*", "safe"),
-    ("tokenizer", "forbidden"),
-    ("tokenizer.*", "safe"),  # as long as its fingerprint is the same
-    ("prep", "safe"),
-    ("prep.*", "safe"),
-    ("logging.*", "safe"),
-    ("evaluation.*", "safe"),
-    ("generation.*", "safe"),
-    ("{stage}.backbone.norm_eps", "results"),
-    ("{stage}.backbone.init_std", "safe"),
-    ("{stage}.backbone.rope_theta", "results"),
-    ("{stage}.backbone.positions", "forbidden"),
-    ("{stage}.backbone.*", "forbidden"),
-    ("{stage}.head.kind", "forbidden"),
-    ("{stage}.head.num_blocks", "forbidden"),
-    ("{stage}.head.noise_size", "forbidden"),
-    ("{stage}.head.sampling_steps", "safe"),
-    ("{stage}.input_mode", "forbidden"),
-    ("{stage}.autoencoder", "safe"),
-    ("{stage}.model.norm_eps", "results"),
-    ("{stage}.model.init_std", "safe"),
-    ("{stage}.model.*", "forbidden"),
-    ("{stage}.split", "safe"),
-    ("{stage}.evaluation_noise*", "safe"),
-    ("{stage}.parallel.*", "safe"),
-    ("{stage}.zero.overrides*", "results"),
-    ("{stage}.zero.*", "safe"),
-    ("{stage}.training.micro_batch", "safe"),
-    ("{stage}.training.checkpoint.*", "safe"),
-    ("{stage}.training.eval_*", "safe"),
-    ("{stage}.training.stall_seconds", "safe"),
-    ("{stage}.training.loader_workers", "safe"),
-    ("{stage}.training.on_nonfinite", "safe"),
-    ("{stage}.training.max_nonfinite_steps", "safe"),
-    ("{stage}.training.end_of_data", "results"),
-    ("{stage}.training.*", "results"),
-)
-_SAME_IDS = ("tokenizer.encoder", "tokenizer.on_mismatch")
+_IDENTITY = ("stage", "tokenizer")
+"""What the card says besides the configuration and its fingerprints; `tokenizer` stands for the tokenizers' ids."""
 _OTHER_STAGE = {"lm": "autoencoder", "autoencoder": "lm"}
 
 
@@ -152,7 +102,7 @@ def resume_diff(
         pairs["tokenizer"] = tokenizers
     another_tokenizer = tokenizers is not None and tokenizers[0] != tokenizers[1]
     changes = [
-        FieldChange(name, a, b, _verdict(name, stage, new, another_tokenizer=another_tokenizer))
+        FieldChange(name, a, b, _verdict(name, config, another_tokenizer=another_tokenizer))
         for name, (a, b) in pairs.items()
         if a != b
     ]
@@ -174,7 +124,7 @@ def _tokenizers(
     """The fingerprints of the card's tokenizer and of the one named now (or why it has none), where a setting that
     can make them differ has changed. An imported run may not know its tokenizer."""
     names = (name for name, (a, b) in pairs.items() if a != b and name.startswith("tokenizer."))
-    if not card.tokenizer_fingerprint or all(name in _SAME_IDS for name in names):
+    if not card.tokenizer_fingerprint or not any(policy_of(name).prep for name in names):
         return None
     from data_prep.tokenizer import load_tokenizer
 
@@ -185,16 +135,17 @@ def _tokenizers(
         return card.tokenizer_fingerprint, f"cannot be loaded: {error}"
 
 
-def _verdict(name: str, stage: str, config: Mapping[str, Any], *, another_tokenizer: bool) -> Verdict:
-    if another_tokenizer and name.startswith("tokenizer.") and name not in _SAME_IDS:
+def _verdict(name: str, config: Mapping[str, Any], *, another_tokenizer: bool) -> Verdict:
+    if name in _IDENTITY or name.endswith("_fingerprint"):
         return "forbidden"
-    if name == f"{stage}.training.steps":
-        kind = config.get(f"{stage}.training.optimizer.schedule.kind")
+    section, _, field = name.partition(".")
+    policy = policy_of(name, config)
+    if section == "tokenizer" and policy.prep and another_tokenizer:
+        return "forbidden"
+    if field == "training.steps":
+        kind = _flat(config).get(f"{section}.training.optimizer.schedule.kind")
         return "safe" if kind == "constant" else "results"
-    for pattern, verdict in _RULES:
-        if fnmatchcase(name, pattern.replace("{stage}", stage)):
-            return verdict
-    return "results"
+    return policy.resume or "results"
 
 
 def _refuse_fewer_steps(change: FieldChange, stage: str, done: int) -> FieldChange:

@@ -55,3 +55,22 @@ def validate(
         from calm_scale.stages.before_start import print_resume_diff
 
         raise typer.Exit(print_resume_diff(resolved, resume, accept or []))
+
+
+@group.command(epilog="Example: calm-scale config explain lm.training")
+def explain(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="[PATH]",
+            help="A section or a field; `cluster` for a cluster profile. All fields without it.",
+        ),
+    ] = "",
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print every field in Markdown tables.")
+    ] = False,
+) -> None:
+    """Print what fields mean, their values, units and defaults, and what a change does when a run resumes."""
+    from calm_scale.config import fields
+
+    typer.echo(fields.markdown() if markdown else fields.explain(path), nl=not markdown)

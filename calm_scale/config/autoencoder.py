@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from calm_scale.config.section import Section
+from calm_scale.config.section import FORBIDDEN, RESULTS, SAFE, Section
 from calm_scale.config.training import TrainingConfig
 
 _OWNED_BY_TRAINING = {
@@ -25,15 +25,24 @@ _OWNED_BY_TRAINING = {
 
 
 class AutoencoderModelConfig(Section):
-    """Widths of the encoder and its mirror. ``latent_size: None`` means 32 · K."""
+    """Widths of the encoder and its mirror, the decoder."""
+
+    field_policy = FORBIDDEN
 
     latent_size: int | None = Field(default=None, gt=0)
+    """Numbers of a patch's latent vector; null is 32 · K."""
     hidden_size: int = Field(default=512, gt=0)
+    """Width of the residual stream."""
     ffn_size: int = Field(default=1280, gt=0)
+    """Width inside the feed-forward layers."""
     encoder_layers: int = Field(default=2, gt=0)
+    """Feed-forward layers of the encoder; even, half before the squeeze of a patch and half after."""
     decoder_layers: int = Field(default=2, gt=0)
-    norm_eps: float = Field(default=1e-6, gt=0)
-    init_std: float = Field(default=0.02, gt=0)
+    """Feed-forward layers of the decoder; even."""
+    norm_eps: Annotated[float, RESULTS] = Field(default=1e-6, gt=0)
+    """Added to the variance in every RMSNorm."""
+    init_std: Annotated[float, SAFE] = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights."""
 
     @model_validator(mode="after")
     def _even_layers(self) -> AutoencoderModelConfig:
@@ -50,18 +59,22 @@ class AutoencoderModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """K · CE + kl_weight · mean over patches of Σ_j max(kl_floor, KL_j). Every row of Table 2 is a setting of this.
+    """K · CE + kl_weight · mean over patches of Σ_j max(kl_floor, KL_j). Every row of Table 2 is a setting of this."""
 
-    ``posterior: deterministic`` trains z = μ (reconstruction only). ``masked_token`` says what a dropped token
-    becomes: id 0 as in the reference, or a zero embedding. Kept latents are scaled by 1 / (1 − latent_dropout).
-    """
+    field_policy = RESULTS
 
     posterior: Literal["gaussian", "deterministic"] = "gaussian"
+    """Sample the latent from N(μ, σ²), or train z = μ by reconstruction only."""
     kl_weight: float = Field(default=1e-3, ge=0)
+    """Weight of the KL term."""
     kl_floor: float = Field(default=0.5, ge=0)
+    """Nats below which a latent dimension's KL is not pushed further."""
     token_dropout: float = Field(default=0.15, ge=0, lt=1)
+    """Share of input tokens that are masked in training."""
     latent_dropout: float = Field(default=0.15, ge=0, lt=1)
+    """Share of latent numbers that are zeroed in training; the others are scaled by 1 / (1 − share)."""
     masked_token: Literal["id_zero", "zero_embedding"] = "id_zero"
+    """What a masked token becomes: id 0, as in the reference, or a zero embedding."""
 
     @model_validator(mode="after")
     def _kl_needs_a_distribution(self) -> ObjectiveConfig:
@@ -73,19 +86,20 @@ class ObjectiveConfig(Section):
 
 
 class ZeroConfig(Section):
-    """DeepSpeed ZeRO for the autoencoder. ``data`` is the number of ranks; None takes what the launcher gives.
+    """DeepSpeed ZeRO for the autoencoder."""
 
-    ``offload: cpu`` keeps the optimizer state in host memory. ``optimizer`` chooses the AdamW implementation:
-    ``torch`` (fused kernels, nothing to compile), ``cpu_adam`` (DeepSpeed's vectorised one, compiled on first
-    use), or ``auto``: ``cpu_adam`` when offloading from a GPU where it builds, else ``torch``. ``overrides`` is
-    merged into the DeepSpeed configuration.
-    """
+    field_policy = SAFE
 
     stage: Literal[0, 1, 2, 3] = 1
+    """What is partitioned over the ranks: nothing, optimizer state, and gradients, and parameters."""
     data: int | None = Field(default=None, gt=0)
+    """Number of ranks; null takes what the launcher gives."""
     offload: Literal["none", "cpu"] = "none"
+    """Where the optimizer state is kept: on the device or in host memory."""
     optimizer: Literal["auto", "torch", "cpu_adam"] = "auto"
-    overrides: dict[str, Any] = Field(default_factory=dict)
+    """AdamW of torch or DeepSpeed's for CPUs; `auto` takes that when offloading from a GPU, if it can be built."""
+    overrides: Annotated[dict[str, Any], RESULTS] = Field(default_factory=dict)
+    """Merged into the DeepSpeed configuration."""
 
     @model_validator(mode="after")
     def _overrides_leave_the_contract(self) -> ZeroConfig:
@@ -103,18 +117,22 @@ class ZeroConfig(Section):
 
 
 class AutoencoderStage(Section):
-    """Everything the autoencoder job needs. A training sample is ``patches`` · K tokens.
+    """Everything the autoencoder job needs."""
 
-    ``evaluation_noise`` lists the extra latent noise δ of the accuracy curve.
-    """
-
-    patches: int = Field(default=2048, gt=0)
+    patches: Annotated[int, RESULTS] = Field(default=2048, gt=0)
+    """Patches of one training sample, of K tokens each."""
     model: AutoencoderModelConfig = AutoencoderModelConfig()
+    """Widths of the encoder and the decoder."""
     objective: ObjectiveConfig = ObjectiveConfig()
+    """The loss."""
     training: TrainingConfig
+    """Steps, batch, optimizer and checkpoints."""
     zero: ZeroConfig = ZeroConfig()
-    split: Literal["train", "autoencoder"] = "train"
-    evaluation_noise: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+    """DeepSpeed ZeRO over the ranks."""
+    split: Annotated[Literal["train", "autoencoder"], SAFE] = "train"
+    """The prepared split to train on."""
+    evaluation_noise: Annotated[tuple[float, ...], SAFE] = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+    """Standard deviations of the extra latent noise in the accuracy curve."""
 
     @model_validator(mode="after")
     def _batch_fits(self) -> AutoencoderStage:

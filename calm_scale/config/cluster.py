@@ -29,14 +29,14 @@ class Mount:
 
 
 class ContainerConfig(Section):
-    """A container runtime for the job steps.
-
-    ``mounts``: ``SOURCE:TARGET[:FLAGS]`` each. The folder of the submission and the run folders are mounted anyway.
-    """
+    """A container runtime for the job steps."""
 
     runtime: Runtime
+    """The program that starts the container."""
     image: LinePath
+    """The image, as the runtime names it."""
     mounts: tuple[LinePath, ...] = ()
+    """`SOURCE:TARGET[:FLAGS]` each; the folder of the submission and the run folders are mounted anyway."""
 
     @model_validator(mode="after")
     def _readable(self) -> ContainerConfig:
@@ -185,82 +185,105 @@ TimeLimit = Annotated[str, BeforeValidator(_plain_number), AfterValidator(_time)
 
 
 class StageResources(Section):
-    """What one stage takes where the defaults do not fit.
-
-    ``nodes`` counts where the run's layout leaves it open (a training on GPUs whose data-parallel size is set takes as
-    few nodes as hold its ranks); None follows from the layout, else 1. ``tasks_per_node: None`` is one task per GPU
-    (prep: one per core; without GPUs: what the layout needs). ``time: None`` is the profile's ``max_time``.
-    """
+    """What one stage takes where the defaults do not fit."""
 
     nodes: int | None = Field(default=None, gt=0)
+    """Nodes where the run's layout leaves them open; null follows from the layout, else 1."""
     tasks_per_node: int | None = Field(default=None, gt=0)
+    """Processes of a node; null is one a GPU (prep: one a core; without GPUs: what the layout needs)."""
     cpus_per_task: int | None = Field(default=None, gt=0)
+    """Cores of a process; null divides those of a node."""
     time: TimeLimit | None = None
+    """Time limit of the job; null is `max_time`."""
     memory_per_node: Annotated[Line, BeforeValidator(_plain_number)] | None = None
+    """Memory of a node for the job, as sbatch takes it; null is the profile's."""
     extra_directives: tuple[Directive, ...] = ()
+    """More sbatch options of this stage."""
 
 
 class StagesConfig(Section):
     """Resources by stage."""
 
     prep: StageResources = StageResources()
+    """Of the preparation."""
     autoencoder: StageResources = StageResources()
+    """Of the autoencoder's training."""
     lm: StageResources = StageResources()
+    """Of the language model's training."""
     eval: StageResources = StageResources()
+    """Of an evaluation."""
 
 
 class RequeueConfig(Section):
-    """When a job goes back into the queue by itself.
-
-    ``notice_seconds``: how long before the time limit the ranks are told; None derives it from the step and save
-    times this run has measured (600 before there are any). ``max_attempts_without_progress`` bounds crashes,
-    ``max_outside_without_progress`` what the job is not to blame for (dead nodes, preemption).
-    ``end_others_seconds``: once a rank has ended, the others have this long.
-    """
+    """When a job goes back into the queue by itself."""
 
     notice_seconds: int | None = Field(default=None, ge=10)
+    """Seconds before the time limit at which the ranks are told; null follows from measured steps and saves."""
     max_attempts_without_progress: int = Field(default=3, ge=1)
+    """Attempts in a row that crash without a new checkpoint before the job is given up."""
     max_outside_without_progress: int = Field(default=10, ge=1)
+    """The same for ends that the job did not cause (dead nodes, preemption)."""
     end_others_seconds: int = Field(default=60, ge=1)
+    """Seconds that the other ranks have once one has ended."""
 
 
 class ClusterConfig(Section):
-    """Everything site-specific; nothing of it appears in code or templates.
-
-    ``python``: the interpreter on the compute nodes; None takes the one that submits. ``setup``: shell lines, run
-    as they stand before anything else of a job. ``gpu_type`` is part of the request where GPUs are asked for by name;
-    ``device`` is the GPU as ``plan --gpu`` calls it, for hours and save intervals before the run; None takes
-    ``gpu_type`` where that is such a name. ``network_interface`` is given to NCCL and gloo. ``link_check``:
-    measure all-reduce between neighbouring nodes before training; None does where several nodes have GPUs.
-    """
+    """Everything site-specific; nothing of it appears in code or templates."""
 
     name: Line
+    """The profile's name; where it is left out, the file's name."""
     partition: Line | None = None
+    """The partition of the jobs."""
     account: Line | None = None
+    """The account that is charged."""
     qos: Line | None = None
+    """The quality of service."""
     constraint: Line | None = None
+    """Features that a node must have."""
     gpus_per_node: int = Field(default=0, ge=0)
+    """GPUs of a node."""
     gpu_request: Literal["gres", "gpus-per-node", "none"] = "gpus-per-node"
+    """The sbatch option that asks for GPUs; none asks for none."""
     gpu_type: Line | None = None
+    """The GPU's name in that request, where the site wants one."""
     device: Line | None = None
+    """The GPU as `plan --gpu` calls it, for estimates before the run; null takes `gpu_type` where it is such a name."""
     cpus_per_node: int = Field(gt=0)
+    """Cores of a node."""
     memory_per_node: Annotated[Line, BeforeValidator(_plain_number)] | None = None
+    """Memory of a node for a job, as sbatch takes it."""
     max_time: TimeLimit = "24:00:00"
+    """Time limit of a job."""
     python: LinePath | None = None
+    """The interpreter on the nodes; null is the one that submits."""
     modules: tuple[Line, ...] = ()
+    """Module files to load."""
     setup: tuple[Line, ...] = ()
+    """Shell lines that run before anything else of a job, as they are written."""
     container: ContainerConfig | None = None
+    """The container of the job steps."""
     environment: dict[str, VariableValue] = Field(default_factory=dict)
+    """Variables set in every job; no secrets."""
     network_interface: Line | None = None
+    """The interface that NCCL and gloo use."""
     mpi: Literal["pmix", "mpirun"] = "pmix"
+    """How the processes of a prep are started."""
     mpirun_options: tuple[Line, ...] = ()
+    """Options of mpirun."""
     extra_directives: tuple[Directive, ...] = ()
+    """More sbatch options of every job."""
     stages: StagesConfig = StagesConfig()
+    """Resources by stage."""
     requeue: RequeueConfig = RequeueConfig()
+    """When a job goes back into the queue by itself."""
     preflight: bool = True
+    """Check every node before a training."""
     link_check: bool | None = None
+    """Measure all-reduce between neighbouring nodes before a training; null does where several nodes have GPUs."""
     min_free_gigabytes: float = Field(default=1.0, ge=0)
+    """GB that must be free in the run's folder on every node."""
     eval_each_checkpoint: bool = False
+    """Queue an evaluation of every checkpoint."""
 
     @field_validator("environment")
     @classmethod

@@ -11,56 +11,69 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from calm_scale.config.section import Section, Seed
+from calm_scale.config.section import SAFE, Section, Seed
 
 Temperature = Annotated[float, Field(gt=0, le=1)]
 
 
 class EvaluationConfig(Section):
-    """Protocol of a BrierLM evaluation; it is part of the reported result.
+    """Protocol of a BrierLM evaluation; it is part of the reported result."""
 
-    ``coverage: first`` scores the tokens that follow each patch boundary of the sequence's own grid; ``all``
-    repeats the pass on the K shifted grids, so every token offset is once the first after a true prefix.
-    ``max_sequences`` scores that many, evenly spaced over the split.
-    ``exact_batches`` runs one sequence per forward pass, which makes the scores identical to the last digit
-    for every ``batch_size``; without it ``batch_size`` sequences share a pass and a tie may fall otherwise.
-    ``tensor_parallel`` ranks hold one model, where it is too large for one device.
-    ``text`` names the text of the split, such as ``wikitext-103``; reports show the scores of different texts apart.
-    """
+    field_policy = SAFE
 
     split: Literal["heldout", "train"] = "heldout"
+    """The prepared split that is scored."""
     text: str | None = None
+    """Name of the split's text, such as `wikitext-103`; reports show the scores of different texts apart."""
     max_sequences: int | None = Field(default=None, gt=0)
+    """Number of sequences scored, evenly spaced over the split; null scores all."""
     num_samples: int = Field(default=2, ge=2)
+    """Samples drawn at each position."""
     coverage: Literal["first", "all"] = "first"
+    """Tokens scored: those after each patch boundary, or every token by a pass on each of the K shifted grids."""
     temperature: Temperature = 1.0
+    """Temperature of the sampler; below 1 with `algorithm`."""
     algorithm: Literal["exact", "batch"] = "batch"
+    """Sampler below temperature 1: Algorithm 1 (exact) or 2 (a batch of candidates)."""
     num_candidates: int = Field(default=200, ge=1)
+    """Candidates of Algorithm 2 at each position."""
     draw_budget: int = Field(default=10_000, ge=1)
+    """Most draws of Algorithm 1 at each position."""
     batch_size: int = Field(default=8, gt=0)
+    """Sequences read at once."""
     exact_batches: bool = True
+    """Run one sequence a forward pass: scores equal to the last digit for every `batch_size`."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that hold one model, where it is too large for one device."""
     bootstrap: int = Field(default=1000, ge=100)
+    """Resamples of the confidence interval."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Coverage of the confidence interval."""
     seed: Seed = 0
+    """Seed of the samples."""
 
 
 class GenerationConfig(Section):
-    """Likelihood-free temperature sampling: Algorithm 1 (exact) or 2 (batch of candidates).
+    """Likelihood-free temperature sampling: Algorithm 1 (exact) or 2 (batch of candidates)."""
 
-    ``num_candidates`` is N of Algorithm 2 and the number of draws tried for a prompt that ends inside a patch;
-    ``draw_budget`` bounds Algorithm 1 per patch, after which it falls back to Algorithm 2 and says so.
-    ``temperature`` may be written as a fraction, ``1/3``.
-    """
+    field_policy = SAFE
 
     algorithm: Literal["plain", "exact", "batch"] = "batch"
+    """Draw at temperature 1 (plain), by Algorithm 1 (exact) or by Algorithm 2 (a batch of candidates)."""
     temperature: Temperature = 0.5
+    """Temperature of the sampler; may be a fraction such as `1/3`."""
     num_candidates: int = Field(default=200, ge=1)
+    """Candidates of Algorithm 2, and draws tried for a prompt that ends inside a patch."""
     draw_budget: int = Field(default=10_000, ge=1)
+    """Most draws of Algorithm 1 for one patch; beyond, it falls back to Algorithm 2 and says so."""
     max_new_tokens: int = Field(default=128, gt=0)
+    """Tokens generated for each prompt."""
     stop: tuple[str, ...] = ()
+    """Texts that end a generation."""
     batch_size: int = Field(default=16, gt=0)
+    """Prompts generated at once."""
     seed: Seed = 0
+    """Seed of the draws."""
 
 
 PAPER_TEXT = "wikitext-103"

@@ -9,22 +9,33 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.files import checked
-from calm_scale.config.section import Section
+from calm_scale.config.section import FORBIDDEN, OF_THE_MODEL, RESULTS, SAFE, Policy, Section
 from calm_scale.config.training import TrainingConfig
 
 
 class BackboneConfig(Section):
-    """Llama-style Transformer over P positions. ``num_query_groups: None`` is plain multi-head attention."""
+    """Llama-style Transformer over P positions."""
+
+    field_policy = OF_THE_MODEL
 
     num_layers: int = Field(gt=0, le=10_000)
+    """Transformer layers L."""
     hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
     ffn_size: int = Field(gt=0)
+    """Width inside the feed-forward layers (SwiGLU)."""
     num_heads: int = Field(default=16, gt=0)
+    """Attention heads of a layer."""
     num_query_groups: int | None = Field(default=None, gt=0)
-    positions: int = Field(default=2048, gt=1)
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    norm_eps: float = Field(default=1e-6, gt=0)
-    init_std: float = Field(default=0.02, gt=0)
+    """Key/value heads of a layer; null is one for each head."""
+    positions: Annotated[int, FORBIDDEN] = Field(default=2048, gt=1)
+    """Positions P of a training sample, one patch of K tokens each."""
+    rope_theta: Annotated[float, Policy("results", model=True)] = Field(default=10_000.0, gt=0)
+    """Base of the rotary embeddings."""
+    norm_eps: Annotated[float, Policy("results", model=True)] = Field(default=1e-6, gt=0)
+    """Added to the variance in every RMSNorm."""
+    init_std: Annotated[float, SAFE] = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights."""
 
     @model_validator(mode="after")
     def _heads(self) -> BackboneConfig:
@@ -54,43 +65,62 @@ class BackboneConfig(Section):
         return self.hidden_size // self.num_heads
 
 
-class EnergyHeadConfig(Section):
-    """Single-step sampler trained with the energy loss (Eq. 10). ``num_blocks: None`` means L/4.
+class HeadSection(Section):
+    """The settings of a generative head. A field without a policy of its own belongs to the model."""
 
-    The score is strictly proper for ``alpha`` below 2; at 2 (Table 4's last column) only the samples' mean counts.
-    """
+    field_policy = OF_THE_MODEL
+
+
+class EnergyHeadConfig(HeadSection):
+    """Single-step sampler trained with the energy loss (Eq. 10)."""
 
     kind: Literal["energy"] = "energy"
+    """The head's name."""
     num_blocks: int | None = Field(default=None, gt=0)
+    """Residual blocks; null is L/4."""
     noise_size: int = Field(default=64, gt=0)
-    num_samples: int = Field(default=8, ge=2)
-    num_posterior: int = Field(default=100, ge=1)
-    alpha: float = Field(default=1.0, gt=0, le=2)
+    """Numbers of noise that a sample begins with."""
+    num_samples: Annotated[int, RESULTS] = Field(default=8, ge=2)
+    """Samples of the head at each position in the loss, N."""
+    num_posterior: Annotated[int, RESULTS] = Field(default=100, ge=1)
+    """Draws from the encoder's posterior at each position in the loss, M."""
+    alpha: Annotated[float, RESULTS] = Field(default=1.0, gt=0, le=2)
+    """Exponent of the distances; the score is strictly proper below 2, at 2 only the samples' mean counts."""
 
 
-class FlowHeadConfig(Section):
+class FlowHeadConfig(HeadSection):
     """Flow matching with a midpoint sampler (Figs. 8–9)."""
 
     kind: Literal["flow"] = "flow"
+    """The head's name."""
     num_blocks: int | None = Field(default=None, gt=0)
-    num_repeats: int = Field(default=8, ge=1)
-    sampling_steps: int = Field(default=4, ge=1)
+    """Residual blocks; null is L/4."""
+    num_repeats: Annotated[int, RESULTS] = Field(default=8, ge=1)
+    """Times and noises drawn at each position in the loss."""
+    sampling_steps: Annotated[int, SAFE] = Field(default=4, ge=1)
+    """Steps of the sampler."""
 
 
-class DiffusionHeadConfig(Section):
+class DiffusionHeadConfig(HeadSection):
     """Cosine-schedule diffusion with an ancestral sampler (Figs. 8–9)."""
 
     kind: Literal["diffusion"] = "diffusion"
+    """The head's name."""
     num_blocks: int | None = Field(default=None, gt=0)
-    num_repeats: int = Field(default=8, ge=1)
-    train_timesteps: int = Field(default=1000, ge=2)
-    sampling_steps: int = Field(default=100, ge=1)
+    """Residual blocks; null is L/4."""
+    num_repeats: Annotated[int, RESULTS] = Field(default=8, ge=1)
+    """Times and noises drawn at each position in the loss."""
+    train_timesteps: Annotated[int, Policy("results", model=True)] = Field(default=1000, ge=2)
+    """Timesteps of the noise schedule."""
+    sampling_steps: Annotated[int, SAFE] = Field(default=100, ge=1)
+    """Steps of the sampler."""
 
 
-class SoftmaxHeadConfig(Section):
+class SoftmaxHeadConfig(HeadSection):
     """The discrete autoregressive baseline: token input (K = 1), softmax output, untied embeddings."""
 
     kind: Literal["softmax"] = "softmax"
+    """The head's name."""
 
 
 def _kind(head: object) -> str | None:
@@ -112,18 +142,30 @@ HeadConfig = Annotated[
 
 
 class ParallelConfig(Section):
-    """Megatron-core layout: world = tensor × pipeline × data. ``data: None`` takes what is left of the world."""
+    """Megatron-core layout: world = tensor × pipeline × data."""
+
+    field_policy = SAFE
 
     tensor: int = Field(default=1, gt=0)
+    """Ranks that share every layer."""
     pipeline: int = Field(default=1, gt=0)
+    """Stages that the layers are divided over."""
     virtual_pipeline: int = Field(default=1, gt=0)
+    """Pieces of each stage in an interleaved pipeline."""
     data: int | None = Field(default=None, gt=0)
+    """Replicas of the model; null takes what is left of the world."""
     sequence_parallel: bool = False
+    """Split norms and residuals over the tensor ranks by position."""
     distributed_optimizer: bool = True
+    """Split the optimizer state over the replicas."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, attention, or whole layers."""
     head_parallelism: Literal["position", "tensor"] = "position"
+    """Over the tensor ranks, split the head by positions (weights replicated) or its weights (energy only)."""
     pipeline_layout: Literal["auto", "even"] | tuple[int, ...] = "auto"
+    """Layers of each stage: balanced by FLOPs, equal, or listed."""
     check_replicas: bool = False
+    """Compare weights that should be equal on several ranks after every step; slow."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
@@ -157,17 +199,20 @@ class ParallelConfig(Section):
 
 
 class LMStage(Section):
-    """Everything the language-model job needs.
-
-    ``autoencoder: None`` uses this run's own export, ``<workdir>/autoencoder/export``.
-    """
+    """Everything the language-model job needs."""
 
     backbone: BackboneConfig
+    """The Transformer."""
     head: HeadConfig = EnergyHeadConfig()
-    input_mode: Literal["discrete", "continuous", "both"] = "discrete"
+    """The generative head."""
+    input_mode: Annotated[Literal["discrete", "continuous", "both"], OF_THE_MODEL] = "discrete"
+    """What a position reads of the patch before: its tokens, its latent vector, or both."""
     training: TrainingConfig
+    """Steps, batch, optimizer and checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
-    autoencoder: Path | None = None
+    """The layout over the ranks."""
+    autoencoder: Annotated[Path | None, SAFE] = None
+    """Folder of an exported autoencoder; null is this run's own, `autoencoder/export`."""
 
     @model_validator(mode="after")
     def _layout_fits(self) -> LMStage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,12 +13,18 @@ import yaml
 from pydantic import ValidationError
 
 from calm_scale.config.errors import ConfigError
+from calm_scale.config.fields import keys_at
 from calm_scale.config.run import RunConfig
-from calm_scale.config.run_folder import CONFIG_FILE, is_stored, placed_in
+from calm_scale.config.run_folder import CONFIG_FILE
 from calm_scale.config.section import Section, expand_user
 from calm_scale.config.yaml_source import Dumper, KeyPath, Source, parse_value, read, with_value
 
 S = TypeVar("S", bound=Section)
+_ROOMS = ("data", "autoencoder", "lm", "eval", "slurm")
+_ALWAYS_WRITTEN = frozenset(
+    ("name", "workdir", "seed", "vocab_size", "patch_size", "tokenizer", "data", "prep", "autoencoder", "lm")
+)
+"""Keys of every resolved document; a person leaves some of them out or has an ``extends``."""
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -69,6 +75,53 @@ def resolve(path: Path, seen: tuple[Path, ...] = ()) -> Source:
     return source.over(base)
 
 
+def is_stored(file: Path, values: Mapping[str, Any]) -> bool:
+    """Whether ``file``, which holds ``values``, is what a run stored in its folder, and not a document of a user's."""
+    return (
+        file.name == CONFIG_FILE
+        and values.keys() >= _ALWAYS_WRITTEN
+        and "extends" not in values
+        and any((file.parent / room).is_dir() for room in _ROOMS)
+    )
+
+
+def placed_in(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The resolved ``document`` of the run that lies in ``folder`` now.
+
+    Paths below the folder it was in are taken below ``folder``. Other relative ones are relative to where the run was
+    started; where ``folder`` ends with the stored relative ``workdir``, that is known, else they stay as they are.
+    """
+    if "workdir" not in document:
+        return {**document, "workdir": str(folder)}
+    stored = Path(expand_user(str(document["workdir"])))
+    if stored.resolve() == folder.resolve():
+        return dict(document)
+    start = _started_in(stored, folder.resolve())
+
+    def place(text: object) -> object:
+        if text is None:
+            return None
+        path = Path(expand_user(str(text)))
+        if path.is_relative_to(stored):
+            return str(folder / path.relative_to(stored))
+        return str(path if start is None else start / path)
+
+    placed = {**document, "workdir": str(folder), "data": place(document.get("data"))}
+    for section, key in (("tokenizer", "path"), ("lm", "autoencoder")):
+        values = document.get(section)
+        if isinstance(values, dict) and values.get(key) is not None:
+            placed[section] = {**values, key: place(values[key])}
+    return placed
+
+
+def _started_in(stored: Path, folder: Path) -> Path | None:
+    """The folder below which ``stored`` names ``folder``."""
+    length = len(stored.parts)
+    if stored.is_absolute() or (length and folder.parts[-length:] != stored.parts):
+        return None
+    return Path(*folder.parts[: len(folder.parts) - length])
+
+
 def with_overrides(source: Source, overrides: Iterable[str]) -> Source:
     """Lay ``a.b=value`` texts over a document."""
     for text in overrides:
@@ -107,9 +160,7 @@ def _finding(model: type[Section], source: Source, origin: str, item: Any) -> st
     message = str(item["msg"]).removeprefix("Value error, ")
     name = ".".join(keys) or "the document"
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(
-            keys[-1], _siblings(model, source.values, keys[:-1]), n=1, cutoff=0.4
-        )
+        near = difflib.get_close_matches(keys[-1], keys_at(model, keys[:-1], source.values), n=1, cutoff=0.4)
         message = "unknown key" + (f"; did you mean `{near[0]}`?" if near else "")
     elif item["type"] == "missing":
         message = "required, but not given"
@@ -146,30 +197,6 @@ def _written_keys(values: Any, loc: KeyPath) -> KeyPath:
             keys.append(part)
             values = values[part] if inside else values[int(part)] if indexed else None
     return tuple(keys)
-
-
-def _siblings(model: type[Section], values: Any, parent: KeyPath) -> list[str]:
-    """Valid keys of the section at ``parent``, from the JSON schema."""
-    schema: dict[str, Any] = model.model_json_schema()
-    defs = schema.get("$defs", {})
-
-    def options(node: dict[str, Any], at: Any) -> dict[str, Any]:
-        if "$ref" in node:
-            return options(defs[node["$ref"].rsplit("/", 1)[1]], at)
-        kind = at.get("kind") if isinstance(at, dict) else None
-        choices = [options(choice, at) for choice in node.get("anyOf", node.get("oneOf", []))]
-        sections = [choice for choice in choices if choice.get("properties")]
-        of_kind = [s for s in sections if s["properties"].get("kind", {}).get("const", kind) == kind]
-        return next(iter(of_kind or sections), node)
-
-    node = options(schema, values)
-    for part in parent:
-        values = values.get(part) if isinstance(values, dict) else None
-        child = node.get("items") if part.isdigit() else node.get("properties", {}).get(part)
-        if child is None:
-            return []
-        node = options(child, values)
-    return list(node.get("properties", {}))
 
 
 def to_yaml(config: Section) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from calm_scale.config.errors import ConfigError
 from calm_scale.config.evaluation import EvaluationConfig, GenerationConfig
 from calm_scale.config.lm import LMStage
 from calm_scale.config.run_folder import TRAINED, RunFolder, Stage
-from calm_scale.config.section import Section, Seed
+from calm_scale.config.section import SAFE, Policy, Section, Seed
 from calm_scale.config.training import LoggingConfig, OptimizerConfig, TrainingConfig
 
 
@@ -23,29 +23,48 @@ class RunConfig(Section):
 
     ``vocab_size`` (V) and ``patch_size`` (K) stand here once and hold for prep, autoencoder and language
     model alike. An autoregressive baseline has ``patch_size: 1`` and ``lm.head.kind: softmax``.
-
-    ``device``: ``auto`` takes GPUs where there are some, and where the job asked for some insists on them.
-    ``deterministic``: only kernels that add in a fixed order, on GPUs at some cost in time; see docs/checkpoints.md.
-    ``join_minutes``: how long the ranks wait for each other, from the first one's arrival; nodes start minutes apart.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    workdir: Path = Path("runs/{name}")
-    seed: Seed = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    deterministic: bool = False
-    join_minutes: float = Field(default=10.0, gt=0)
-    vocab_size: int = Field(default=128_256, gt=1)
-    patch_size: int = Field(default=4, gt=0)
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    data: Path | None = None
+    name: Annotated[str, SAFE] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's name in folders, jobs and records; where it is left out, the file's name."""
+    workdir: Annotated[Path, SAFE] = Path("runs/{name}")
+    """The run's folder, which holds everything that it writes; `{name}` becomes the name."""
+    seed: Annotated[Seed, Policy("forbidden", sweep=Stage.AUTOENCODER, job=Stage.PREP)] = 0
+    """Seed of initialization, order of samples and noise."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], SAFE] = "auto"
+    """Where models run; `auto` takes GPUs where there are some, and insists on them where the job asked for some."""
+    deterministic: Annotated[bool, SAFE] = False
+    """Use only GPU kernels that add in a fixed order, at some cost in time; see docs/checkpoints.md."""
+    join_minutes: Annotated[float, SAFE] = Field(default=10.0, gt=0)
+    """Minutes that the ranks wait for each other at the start, from the first one's arrival."""
+    vocab_size: Annotated[
+        int, Policy("forbidden", model=True, prep=True, sweep=Stage.PREP, job=Stage.PREP)
+    ] = Field(default=128_256, gt=1)
+    """Number of token ids V, padding and special tokens included."""
+    patch_size: Annotated[int, Policy("forbidden", model=True, sweep=Stage.AUTOENCODER, job=Stage.PREP)] = (
+        Field(default=4, gt=0)
+    )
+    """Tokens of one patch, K."""
+    tokenizer: Annotated[TokenizerConfig, Policy(sweep=Stage.PREP, job=Stage.PREP)] = TokenizerConfig()
+    """The tokenizer that every stage shares."""
+    data: Annotated[Path | None, Policy("safe", job=Stage.PREP)] = None
+    """Folder of prepared splits; null is `data` in the run's folder."""
     reading: ReadingConfig = ReadingConfig()
-    prep: PrepConfig | None = None
-    autoencoder: AutoencoderStage | None = None
-    lm: LMStage | None = None
-    evaluation: EvaluationConfig = EvaluationConfig()
+    """How training and evaluation read prepared splits."""
+    prep: Annotated[PrepConfig | None, Policy("safe", sweep=Stage.PREP, job=Stage.PREP)] = None
+    """How text becomes shards; null where `data` names prepared splits."""
+    autoencoder: Annotated[
+        AutoencoderStage | None, Policy("results", sweep=Stage.AUTOENCODER, job=Stage.AUTOENCODER)
+    ] = None
+    """The autoencoder and its training; null trains none."""
+    lm: Annotated[LMStage | None, Policy("results", sweep=Stage.LM, job=Stage.LM)] = None
+    """The language model and its training; null trains none."""
+    evaluation: Annotated[EvaluationConfig, Policy(job=Stage.EVAL)] = EvaluationConfig()
+    """The protocol of `eval`."""
     generation: GenerationConfig = GenerationConfig()
+    """How `generate` draws text."""
     logging: LoggingConfig = LoggingConfig()
+    """Telemetry of the trainings."""
 
     @model_validator(mode="before")
     @classmethod

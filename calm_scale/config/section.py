@@ -1,14 +1,18 @@
-"""The base of every section: frozen, strict, and one rule for what a written value means, in YAML and `--set` alike."""
+"""The base of every section, the policy of its fields, and what a written value means, in YAML and `--set` alike."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from calm_scale.config.run_folder import Stage
 
 _LARGEST = 2**63
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
@@ -17,15 +21,92 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """A seed of random streams. Streams are keyed by signed 64-bit words, so a larger one would not fit."""
 
 
-class Section(BaseModel):
-    """One section of the configuration file. Frozen; an unknown key is an error; values are read by one rule."""
+Resume = Literal["safe", "results", "forbidden"]
+"""What a changed field does when a run resumes: nothing to its results; changes them, so that ``--accept`` is needed;
+cannot go on from that checkpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+RESUME_WORDS: Mapping[Resume, str] = {
+    "safe": "safe to change",
+    "results": "changes results: needs --accept",
+    "forbidden": "forbidden",
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a change of a field does. It stands on the field (``Annotated[int, SAFE]``) or, for every field that has
+    none of its own, on the section's class (``field_policy``).
+
+    Attributes:
+        resume: what the change does when a run resumes; None on a field that is a section, whose own fields say it.
+        model: the field decides the function that a checkpoint's weights compute, so that evaluation and generation
+            refuse another value.
+        prep: the field decides the bytes that prep writes.
+        sweep: the first stage that a sweep over the field runs anew; without one it may not be swept. As ``job``, it
+            holds for everything in a section.
+        job: the first stage whose finished job does not count once the field has changed.
+    """
+
+    resume: Resume | None = None
+    model: bool = False
+    prep: bool = False
+    sweep: Stage | None = None
+    job: Stage | None = None
+
+    def inside(self, section: Policy) -> Policy:
+        """This policy of a field in a section, with the section's stages where it names none."""
+        return replace(self, sweep=self.sweep or section.sweep, job=self.job or section.job)
+
+
+SAFE = Policy("safe")
+RESULTS = Policy("results")
+FORBIDDEN = Policy("forbidden")
+OF_THE_MODEL = Policy("forbidden", model=True)
+DECIDES_THE_SHARDS = Policy("safe", prep=True)
+
+
+class Section(BaseModel):
+    """One section of the configuration file. Frozen; an unknown key is an error; values are read by one rule.
+
+    Every field has a docstring: one line with its unit, which `config explain` prints.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+    field_policy: ClassVar[Policy] = Policy()
+
+    @classmethod
+    def policy_on(cls, name: str) -> Policy:
+        """The policy of one field: its own, or that of every field of the section."""
+        own = (item for item in cls.model_fields[name].metadata if isinstance(item, Policy))
+        return next(own, cls.field_policy)
+
+    def settings_that(self, decide: Callable[[Policy], bool]) -> dict[str, Any]:
+        """The fields, also of sections inside, whose policy says so, as JSON values."""
+        return {
+            name: _settings_in(getattr(self, name), decide, dumped)
+            for name, dumped in self.model_dump(mode="json").items()
+            if decide(self.policy_on(name))
+        }
 
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
         return as_written(cls.model_fields[str(info.field_name)].annotation, value)
+
+
+def _settings_in(value: Any, decide: Callable[[Policy], bool], dumped: Any) -> Any:
+    if isinstance(value, Section):
+        return value.settings_that(decide)
+    if isinstance(value, tuple) and value and isinstance(value[0], Section):
+        return [item.settings_that(decide) for item in value]
+    return dumped
 
 
 def as_written(annotation: Any, value: Any) -> Any:

@@ -7,16 +7,29 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainValidator, model_validator
 
 from calm_scale.config.errors import ConfigError
-from calm_scale.config.section import Section
+from calm_scale.config.section import RESULTS, SAFE, Section
+
+NODE_MTBF_HOURS = 6334.0
+"""Mean time between failures of one 8-GPU node: 419 unexpected interruptions in 54 days on 2048 nodes
+(the Llama 3 report): 54 · 24 · 2048 / 419 hours."""
+
+UNESTIMATED_STEPS = 1000
+"""Steps between saves under ``auto`` where no step time can be estimated (a device that is not in the table)."""
 
 
 class ScheduleConfig(Section):
-    """Linear warm-up from 0, then constant (the paper), cosine, or warm-up–stable–decay."""
+    """The learning rate over the steps: linear warm-up from 0, then what ``kind`` says."""
+
+    field_policy = RESULTS
 
     kind: Literal["constant", "cosine", "wsd"] = "constant"
+    """After the warm-up: constant (the paper), cosine to the last step, or warm-up–stable–decay (linear at the end)."""
     warmup_steps: int = Field(default=2000, ge=0)
+    """Optimizer steps over which the rate rises from 0."""
     decay_steps: int = Field(default=0, ge=0)
+    """Optimizer steps at the end over which `wsd` decays; other kinds do not use it."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Rate at the last step as a share of `lr`, for `cosine` and `wsd`."""
 
     @model_validator(mode="after")
     def _decay(self) -> ScheduleConfig:
@@ -28,21 +41,22 @@ class ScheduleConfig(Section):
 class OptimizerConfig(Section):
     """AdamW; no weight decay on norms and biases (every 1-D parameter)."""
 
+    field_policy = RESULTS
+
     lr: float = Field(default=3e-4, gt=0)
+    """Learning rate after the warm-up."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the running mean of the gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the running mean of the squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator of an update."""
     weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay, multiplied by the rate."""
     clip_norm: float = Field(default=1.0, ge=0)
+    """Largest global norm of the gradients; 0 does not clip."""
     schedule: ScheduleConfig = ScheduleConfig()
-
-
-NODE_MTBF_HOURS = 6334.0
-"""Mean time between failures of one 8-GPU node: 419 unexpected interruptions in 54 days on 2048 nodes
-(the Llama 3 report): 54 · 24 · 2048 / 419 hours."""
-
-UNESTIMATED_STEPS = 1000
-"""Steps between saves under ``auto`` where no step time can be estimated (a device that is not in the table)."""
+    """The learning rate over the steps."""
 
 
 def _interval(value: object) -> int | Literal["auto"]:
@@ -57,23 +71,28 @@ Interval = Annotated[int | Literal["auto"], PlainValidator(_interval)]
 
 
 class CheckpointConfig(Section):
-    """Cadence in optimizer steps. Retention counts complete, verified checkpoints only.
+    """When checkpoints are written and which are kept. Retention counts complete, verified checkpoints only."""
 
-    ``interval: auto`` is Daly's optimum for ``node_mtbf_hours``, the number of nodes and the estimated times of a
-    step and a save; it becomes a number when the run starts. ``keep_best`` checkpoints with the best ``best_metric``
-    (a name in a metrics row: ``loss``, ``eval/loss``, …) stay besides the last ``keep_last`` and every
-    ``keep_every``-th step.
-    """
+    field_policy = SAFE
 
     interval: Interval = "auto"
+    """Optimizer steps between saves; `auto` is Daly's optimum for the nodes, their failures, a step and a save."""
     node_mtbf_hours: float = Field(default=NODE_MTBF_HOURS, gt=0)
+    """Mean time between failures of one node in hours, for `interval: auto`."""
     keep_last: int = Field(default=3, ge=1)
+    """Number of newest checkpoints that are kept."""
     keep_every: int | None = Field(default=None, gt=0)
+    """Every so many steps a checkpoint is written and kept for good; null keeps none for good."""
     keep_best: int = Field(default=0, ge=0)
+    """Number of checkpoints with the best `best_metric` that are kept besides."""
     best_metric: str = "eval/loss"
+    """A name in a row of metrics.jsonl, such as `loss` or `eval/loss`."""
     best_mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest `best_metric` is best."""
     async_save: bool = False
+    """Write checkpoints in the background while training continues."""
     on_disk_full: Literal["stop", "continue"] = "stop"
+    """After a save that failed because the disk is full: stop, or train on and try again at the next save."""
 
     @property
     def interval_steps(self) -> int:
@@ -88,24 +107,34 @@ class CheckpointConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Batches are counted in sequences (samples). global_batch = micro_batch × DP × accumulation.
+    """Batches are counted in sequences (samples): global_batch = micro_batch × data-parallel ranks × accumulation."""
 
-    ``max_nonfinite_steps`` skipped in a row end the run. ``loader_workers`` threads read batches ahead (0: none).
-    """
-
-    steps: int = Field(gt=0)
-    global_batch: int = Field(gt=0)
-    micro_batch: int = Field(default=1, gt=0)
-    precision: Literal["fp32", "bf16"] = "bf16"
+    steps: Annotated[int, RESULTS] = Field(gt=0)
+    """Optimizer steps of the whole run; under `schedule.kind: constant` safe to raise at resume."""
+    global_batch: Annotated[int, RESULTS] = Field(gt=0)
+    """Sequences of one optimizer step, over all ranks."""
+    micro_batch: Annotated[int, SAFE] = Field(default=1, gt=0)
+    """Sequences of one forward pass of one rank."""
+    precision: Annotated[Literal["fp32", "bf16"], RESULTS] = "bf16"
+    """Number format of the forward and backward pass; the optimizer keeps fp32 weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    eval_interval: int = Field(default=1000, gt=0)
-    eval_samples: int = Field(default=64, gt=0)
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    max_nonfinite_steps: int = Field(default=10, ge=1)
-    end_of_data: Literal["repeat", "stop"] = "repeat"
-    loader_workers: int = Field(default=1, ge=0, le=32)
-    stall_seconds: float = Field(default=1800.0, gt=0)
+    """When checkpoints are written and which are kept."""
+    eval_interval: Annotated[int, SAFE] = Field(default=1000, gt=0)
+    """Optimizer steps between evaluations on the held-out split."""
+    eval_samples: Annotated[int, SAFE] = Field(default=64, gt=0)
+    """Sequences of one evaluation."""
+    on_nonfinite: Annotated[Literal["skip", "stop"], SAFE] = "skip"
+    """At a loss or gradient that is not finite: skip the step, or stop."""
+    max_nonfinite_steps: Annotated[int, SAFE] = Field(default=10, ge=1)
+    """Number of steps skipped in a row that ends the run."""
+    end_of_data: Annotated[Literal["repeat", "stop"], RESULTS] = "repeat"
+    """Once every sample was used: begin another epoch in another order, or stop."""
+    loader_workers: Annotated[int, SAFE] = Field(default=1, ge=0, le=32)
+    """Threads that read batches ahead; 0 reads in the training thread."""
+    stall_seconds: Annotated[float, SAFE] = Field(default=1800.0, gt=0)
+    """Seconds without progress after which the watchdog ends the process."""
 
     @model_validator(mode="after")
     def _divides(self) -> TrainingConfig:
@@ -133,11 +162,19 @@ class TrainingConfig(Section):
 
 
 class LoggingConfig(Section):
-    """``metrics.jsonl`` is always the record; wandb mirrors it and never fails a run."""
+    """Telemetry: ``metrics.jsonl`` is always the record; wandb mirrors it and never fails a run."""
+
+    field_policy = SAFE
 
     interval: int = Field(default=10, gt=0)
+    """Optimizer steps between lines on the console; metrics.jsonl has every step."""
     wandb: Literal["offline", "online", "disabled"] = "offline"
+    """Whether wandb keeps its files in the run folder, sends them, or is not used."""
     wandb_project: str = "calm-scale"
+    """The project in wandb."""
     wandb_entity: str | None = None
+    """The user or team in wandb; null is the account's default."""
     progress: bool = True
+    """Show a progress bar on a terminal."""
     pictures: bool = True
+    """Draw the curves of a training when it ends."""

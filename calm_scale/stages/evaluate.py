@@ -19,7 +19,7 @@ from calm_scale.config import RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.evaluation import protocol_name
 from calm_scale.config.files import is_regular, write_output
-from calm_scale.config.run_folder import placed_in
+from calm_scale.config.loading import placed_in
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.model import open_model
 from calm_scale.stages.splits import make_ready, open_split, open_together

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from calm_scale.checkpoint.judge import find, verify
 from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, TokenizerConfig
+from calm_scale.config.fields import policy_of
 from calm_scale.config.run_folder import Stage
 from calm_scale.runtime.late_files import files_under, see_alike
 from calm_scale.runtime.world import World
@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from calm_scale.autoencoder import ExportCard
     from calm_scale.lm.patch_model import MegatronPatchModel
     from data_prep.tokenizer import Tokenizer
-
-# What makes the weights of a checkpoint the model that was trained. The autoencoder and the tokenizer are known by
-# their fingerprints; `positions` only bounds what is read at once, `sampling_steps` how a sampler walks.
-_OF_THE_MODEL = ("vocab_size", "patch_size", "lm.input_mode", "lm.backbone.*", "lm.head.*")
-_NOT_OF_THE_MODEL = (
-    "lm.backbone.positions",
-    "lm.backbone.init_std",
-    "lm.head.num_samples",
-    "lm.head.num_posterior",
-    "lm.head.alpha",
-    "lm.head.num_repeats",
-    "lm.head.sampling_steps",
-)
 
 
 @dataclass(frozen=True)
@@ -153,7 +140,7 @@ def refuse_other_model(config: RunConfig, card: Card, path: Path) -> None:
     wrong = [
         f"  {change.field}: trained with {change.old!r}, now {change.new!r}"
         for change in changes
-        if change.old is not None and _decides_the_model(change.field)
+        if change.old is not None and policy_of(change.field, card.config).model
     ]
     if wrong:
         lines = "\n".join(wrong)
@@ -161,12 +148,6 @@ def refuse_other_model(config: RunConfig, card: Card, path: Path) -> None:
             f"{path}: the configuration describes another model than the one trained there:\n{lines}\n"
             "give these settings the run's values"
         )
-
-
-def _decides_the_model(field: str) -> bool:
-    if any(fnmatchcase(field, pattern) for pattern in _NOT_OF_THE_MODEL):
-        return False
-    return any(fnmatchcase(field, pattern) for pattern in _OF_THE_MODEL)
 
 
 def _with_defaults(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,22 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calm_scale.config import ConfigError, RunConfig, load
+from calm_scale.config.fields import policy_of
 from calm_scale.config.run import step_notes
 from calm_scale.config.run_folder import Stage
 
 MOST_RUNS = 1000
 _TOP_LEVEL_COMMA = re.compile(r",(?![^\[{]*[\]}])")
 """A comma between values, not one inside of a ``{…}`` or ``[…]``."""
-_FIRST_STAGE: dict[str, Stage] = {
-    "vocab_size": Stage.PREP,
-    "tokenizer": Stage.PREP,
-    "prep": Stage.PREP,
-    "seed": Stage.AUTOENCODER,
-    "patch_size": Stage.AUTOENCODER,
-    "autoencoder": Stage.AUTOENCODER,
-    "lm": Stage.LM,
-}
-"""The first stage of the chain that a section changes; sections that train nothing are not here."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +105,12 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _first_stage(key: str) -> Stage:
-    section = key.split(".", maxsplit=1)[0]
-    if section not in _FIRST_STAGE:
-        raise ConfigError(f"--sweep {key}: changes nothing that is trained; sweep {', '.join(_FIRST_STAGE)}")
-    return _FIRST_STAGE[section]
+    """The first stage of the chain that the field changes."""
+    stage = policy_of(key).sweep
+    if stage is None:
+        swept = [name for name in RunConfig.model_fields if policy_of(name).sweep]
+        raise ConfigError(f"--sweep {key}: changes nothing that is trained; sweep {', '.join(swept)}")
+    return stage
 
 
 def _split(base: RunConfig, first: Stage) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:

@@ -64,14 +64,8 @@ class Plan:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting that decides the shards (not the workers, what is refused, or the weights)."""
-        ignored: Any = {
-            "workers": True,
-            "max_bad_fraction": True,
-            "on_unusable_input": True,
-            "sources": {"__all__": {"weight"}},
-        }
         return {
-            "prep": self.prep.model_dump(mode="json", exclude=ignored),
+            "prep": self.prep.settings_that(lambda policy: policy.prep),
             "inputs": [item.as_dict() for item in self.inputs],
             "segment_bytes": self.segment_bytes,
             "dtype": self.dtype,

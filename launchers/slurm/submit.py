@@ -25,12 +25,6 @@ from launchers.slurm.record import RunRecord
 from launchers.slurm.templates import ScriptRun, check_path, render
 
 Outcome = Literal["written", "submitted", "queued already", "done already"]
-_SECTIONS: dict[Stage, tuple[str, ...]] = {
-    Stage.PREP: ("seed", "vocab_size", "patch_size", "tokenizer", "data", "prep"),
-    Stage.AUTOENCODER: ("autoencoder",),
-    Stage.LM: ("lm",),
-    Stage.EVAL: ("evaluation",),
-}
 
 
 @dataclass(frozen=True)
@@ -217,7 +211,7 @@ def _progress_folder(config: RunConfig, stage: Stage) -> Path:
 
 def fingerprint(config: RunConfig, stage: Stage) -> str:
     """Hash of everything the stage and the stages before it depend on: a later section changes no earlier stage."""
-    stages = list(_SECTIONS)
-    names = [name for earlier in stages[: stages.index(stage) + 1] for name in _SECTIONS[earlier]]
-    document = config.model_dump(mode="json", include=set(names))
+    earlier = list(Stage)[: list(Stage).index(stage) + 1]
+    names = {name for name in RunConfig.model_fields if RunConfig.policy_on(name).job in earlier}
+    document = config.model_dump(mode="json", include=names)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
