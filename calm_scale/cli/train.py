@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -33,84 +34,52 @@ RESUMES = (
 )
 
 
+_HELP = {
+    Stage.AUTOENCODER: "Train the patch autoencoder under DeepSpeed ZeRO, then export it.",
+    Stage.LM: "Train the language model (CALM or the autoregressive baseline) on Megatron-core.",
+}
+_EXAMPLES = {
+    Stage.AUTOENCODER: "calm-scale train-ae configs/runs/calm-xl.yaml --nproc 8",
+    Stage.LM: "calm-scale train-lm configs/runs/calm-xl.yaml --set lm.parallel.pipeline=4",
+}
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the program."""
-    app.command(
-        "train-ae", epilog=f"Example: calm-scale train-ae configs/runs/calm-xl.yaml --nproc 8. {RESUMES}"
-    )(train_ae)
-    app.command(
-        "train-lm",
-        epilog=f"Example: calm-scale train-lm configs/runs/calm-xl.yaml --set lm.parallel.pipeline=4. {RESUMES}",
-    )(train_lm)
+    for name, stage in (("train-ae", Stage.AUTOENCODER), ("train-lm", Stage.LM)):
+        epilog = f"Example: {_EXAMPLES[stage]}. {RESUMES}"
+        app.command(name, help=_HELP[stage], epilog=epilog)(_command(stage))
     app.command(epilog="Example: calm-scale demo --quick --out demo-out")(demo)
 
 
-def train_ae(
-    config: ConfigFile,
-    set_: Overrides = None,
-    nproc: NumRanks = None,
-    device: UsedDevice = None,
-    accept: Accept = None,
-    resume_step: ResumeStep = None,
-    dry_run: DryRun = False,
-) -> None:
-    """Train the patch autoencoder under DeepSpeed ZeRO, then export it."""
-    raise typer.Exit(
-        _train(
-            Stage.AUTOENCODER,
-            config,
-            with_device(set_, device),
-            nproc,
-            accept or [],
-            resume_step,
-            dry_run=dry_run,
-        )
-    )
+def _command(stage: Stage) -> Callable[..., None]:
+    def command(
+        config: ConfigFile,
+        set_: Overrides = None,
+        nproc: NumRanks = None,
+        device: UsedDevice = None,
+        accept: Accept = None,
+        resume_step: ResumeStep = None,
+        dry_run: DryRun = False,
+    ) -> None:
+        from calm_scale.stages import launch
 
+        overrides = with_device(set_, device)
+        run = load(config, overrides)
+        if dry_run:
+            from calm_scale.stages.before_start import all_notes
+            from calm_scale.stages.plan.dry_run import dry_run as print_dry_run
 
-def train_lm(
-    config: ConfigFile,
-    set_: Overrides = None,
-    nproc: NumRanks = None,
-    device: UsedDevice = None,
-    accept: Accept = None,
-    resume_step: ResumeStep = None,
-    dry_run: DryRun = False,
-) -> None:
-    """Train the language model (CALM or the autoregressive baseline) on Megatron-core."""
-    raise typer.Exit(
-        _train(Stage.LM, config, with_device(set_, device), nproc, accept or [], resume_step, dry_run=dry_run)
-    )
+            found = all_notes(run, config, overrides, stage)
+            raise typer.Exit(print_dry_run(run, stage, nproc, found, accept or []))
+        code = launch.spawn_if_needed(nproc or launch.default_ranks(run, stage))
+        if code is None:
+            from calm_scale.stages.train import train
 
+            code = train(run, stage, accept or [], resume_step)
+        raise typer.Exit(code)
 
-def _train(
-    stage: Stage,
-    path: Path,
-    overrides: list[str],
-    nproc: int | None,
-    accept: list[str],
-    resume_step: int | None,
-    *,
-    dry_run: bool,
-) -> int:
-    from calm_scale.stages import launch
-
-    config = load(path, overrides)
-    if dry_run:
-        from calm_scale.stages.before_start import all_notes
-        from calm_scale.stages.plan.dry_run import dry_run as print_dry_run
-
-        return print_dry_run(config, stage, nproc, all_notes(config, path, overrides, stage), accept)
-    code = launch.spawn_if_needed(nproc or launch.default_ranks(config, stage))
-    if code is not None:
-        return code
-    if stage == Stage.AUTOENCODER:
-        from calm_scale.stages.train import train_autoencoder
-
-        return train_autoencoder(config, accept, resume_step)
-    from calm_scale.stages.train import train_lm as train_language_model
-
-    return train_language_model(config, accept, resume_step)
+    return command
 
 
 def demo(

@@ -19,7 +19,7 @@ from calm_scale.config import CalmScaleError, ConfigError, RunConfig, load
 from calm_scale.config.errors import EXIT_OK, EXIT_USAGE
 from calm_scale.config.run import notes, step_notes
 from calm_scale.config.run_folder import TRAINED, RunFolder, Stage
-from calm_scale.stages.splits import as_prepared, open_training_split, prepared_otherwise
+from calm_scale.stages.splits import as_prepared, open_training_split, prepared_otherwise, training_split
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
 
 
@@ -66,7 +66,7 @@ def problems(config: RunConfig, stages: Sequence[Stage] | None = None) -> list[s
 def fingerprints(config: RunConfig, stage: Stage) -> dict[str, str | None]:
     """``Identity.fingerprints`` of a training stage, those that are seen from here."""
     seen: dict[str, str | None] = {}
-    if (manifest := manifest_of(config, split_of(config, stage))) is not None:
+    if (manifest := manifest_of(config, training_split(config, stage))) is not None:
         seen["tokenizer_fingerprint"] = manifest.tokenizer_fingerprint
         seen["shards_fingerprint"] = manifest.fingerprint
     if stage == Stage.AUTOENCODER or (config.lm is not None and config.lm.head.kind == "softmax"):
@@ -82,15 +82,8 @@ def manifest_of(config: RunConfig, split: str) -> Manifest | None:
     return Manifest.read(folder) if (folder / MANIFEST_NAME).is_file() else None
 
 
-def split_of(config: RunConfig, stage: Stage) -> str:
-    """The split that a stage trains on."""
-    return (
-        config.autoencoder.split if stage == Stage.AUTOENCODER and config.autoencoder is not None else "train"
-    )
-
-
 def _trained_on(config: RunConfig) -> list[str]:
-    return sorted({split_of(config, stage) for stage in TRAINED if stage in config.stages})
+    return sorted({training_split(config, stage) for stage in TRAINED if stage in config.stages})
 
 
 def _prep(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
@@ -205,6 +198,6 @@ def resume_refusals(config: RunConfig, stages: Sequence[str], accept: Sequence[s
 
 
 def _diff(config: RunConfig, stage: Stage, card: Card) -> ResumeDiff:
-    manifest = manifest_of(config, split_of(config, stage))
+    manifest = manifest_of(config, training_split(config, stage))
     now = config if manifest is None else as_prepared(config, manifest)
     return resume_diff(card, now.model_dump(mode="json"), stage, fingerprints(config, stage))

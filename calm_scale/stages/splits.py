@@ -12,6 +12,7 @@ from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, ReadingConfig, TokenizerConfig
+from calm_scale.config.run_folder import Stage
 from calm_scale.config.terminal import counted
 from data_prep.errors import ShardError
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
@@ -53,6 +54,11 @@ def open_split(
             "does not divide that; prepare the data with another prep.alignment"
         )
     return dataset
+
+
+def training_split(config: RunConfig, stage: Stage) -> str:
+    """The split that a stage trains on."""
+    return config.require_autoencoder().split if stage == Stage.AUTOENCODER else "train"
 
 
 def open_training_split(config: RunConfig, split: str, tokens_per_sample: int) -> ShardDataset:
@@ -141,13 +147,15 @@ def open_together(
 
 
 def open_data(
-    config: RunConfig, split: str, tokens_per_sample: int, world: World, beat: Callable[[], object]
+    config: RunConfig, stage: Stage, world: World, beat: Callable[[], object]
 ) -> tuple[ShardDataset, ShardDataset | None]:
     """The splits of a training, opened together and made ready: the one it trains on, and the held-out one if any.
 
     Raises: as ``open_together``, ``open_training_split`` and ``make_ready``.
     """
-    train = open_together(
+    split = training_split(config, stage)
+    tokens_per_sample = config.require_stage(stage).sample_patches * config.patch_size
+    data = open_together(
         world,
         config.data_dir / split,
         lambda: open_training_split(config, split, tokens_per_sample),
@@ -159,7 +167,7 @@ def open_data(
         lambda: open_if_prepared(config, "heldout", tokens_per_sample),
         beat,
     )
-    ready = make_ready(config, train, world, beat)
+    ready = make_ready(config, data, world, beat)
     return ready, None if heldout is None else make_ready(config, heldout, world, beat)
 
 

@@ -1,10 +1,12 @@
-"""The two training stages: data, engine, identity, checkpoints and telemetry wired to the loop."""
+"""Training a stage: its data, its engine, its checkpoints and its record, wired to the loop."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from calm_scale.accounting import hardware, saves
@@ -13,9 +15,9 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run import notes
-from calm_scale.config.run_folder import Stage, StageFolder
+from calm_scale.config.run_folder import Stage
 from calm_scale.config.training import TrainingConfig
-from calm_scale.runtime.departure import Departure, joined
+from calm_scale.runtime.departure import joined
 from calm_scale.runtime.determinism import set_deterministic
 from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.late_files import files_under, see_alike
@@ -24,10 +26,18 @@ from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World
 from calm_scale.stages.run_folder import store_config
 from calm_scale.stages.splits import as_prepared, open_data
-from calm_scale.training.attempt import claimed, device_name, open_attempt
+from calm_scale.training.attempt import (
+    Outcome,
+    Start,
+    Training,
+    TrainingData,
+    claimed,
+    device_name,
+    open_attempt,
+)
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
 from calm_scale.training.engine import Engine
-from calm_scale.training.loop import Outcome, TrainingData, fit
+from calm_scale.training.loop import fit
 from data_prep.shards.reading import ShardDataset
 from launchers import environment
 
@@ -37,81 +47,49 @@ if TYPE_CHECKING:
     from calm_scale.training.deepspeed.engine import DeepSpeedEngine
 
 
-def training_data(
-    training: TrainingConfig, engine: Engine, train: ShardDataset, heldout: ShardDataset | None, seed: int
-) -> TrainingData:
-    """This rank's stream of training batches and the fixed evaluation batches."""
-    plan = BatchPlan.of(training, engine.data_rank, engine.data_size)
-    batches = TrainingBatches(train, train.order(seed), plan, training.end_of_data, training.loader_workers)
-    evaluation = EvaluationBatches(heldout, plan, training.eval_samples) if heldout is not None else None
-    stored = max(1, train.manifest.tokens.stored)
-    return TrainingData(batches, evaluation, train.manifest.served_padding / stored)
+@dataclass(frozen=True)
+class StageModel:
+    """What a stage trains, and what belongs to this stage alone.
 
-
-def run_loop(
-    config: RunConfig,
-    stage: Stage,
-    world: World,
-    engine: Engine,
-    train: ShardDataset,
-    heldout: ShardDataset | None,
-    *,
-    topology: dict[str, Any],
-    autoencoder_fingerprint: str | None,
-    accept: Sequence[str],
-    resume_step: int | None,
-    stop: StopSignals,
-    departure: Departure,
-    on_begin: Callable[[], object] = lambda: None,
-) -> Outcome:
-    """Resume or start, train to the end or to a stop signal. Every rank calls it.
-
-    ``on_begin``: called on the first rank once it is settled that there is something to train.
+    Attributes:
+        topology: the layout that writes the checkpoints, for their cards.
+        on_begin: called on the first rank once it is settled that there is something to train.
+        finish: called on every rank after the training.
     """
+
+    engine: Engine
+    topology: dict[str, Any]
+    autoencoder_fingerprint: str | None = None
+    on_begin: Callable[[], object] = lambda: None
+    finish: Callable[[Outcome], object] = lambda outcome: None
+
+
+def train(config: RunConfig, stage: Stage, accept: Sequence[str] = (), resume_step: int | None = None) -> int:
+    """Train a stage, or go on training it. Every rank runs this; returns the exit code.
+
+    ``accept``, ``resume_step``: see ``Start``.
+    """
+    stop = StopSignals().install()
+    limit = config.require_stage(stage).training.stall_seconds
     folder = config.folder.stage(stage).path
-    config = as_prepared(config, train.manifest)
-    config, interval = _with_save_interval(config, stage, world)
-    training = config.require_stage(stage).training
-    with claimed(folder, world):
-        attempt = open_attempt(folder, config.name, world)
-        identity = Identity.of_run(
-            config,
-            stage,
-            run_id=attempt.run_id,
-            attempt=attempt.number,
-            topology=topology,
-            tokenizer_fingerprint=train.manifest.tokenizer_fingerprint,
-            shards_fingerprint=train.fingerprint,
-            autoencoder_fingerprint=autoencoder_fingerprint,
-        )
-        telemetry = Telemetry(
-            folder, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
-        )
-        for note in notes(config, stage):
-            telemetry.warn(note)
-        telemetry.say(f"saves {interval}")
-        store = CheckpointStore(
-            StageFolder(folder).checkpoints,
-            world,
-            training.checkpoint,
-            run_id=attempt.run_id,
-            say=telemetry.say,
-        )
-        return fit(
-            engine,
-            training_data(training, engine, train, heldout, config.seed),
-            training,
-            store,
-            telemetry,
-            world,
-            identity=identity,
-            attempt=attempt,
-            stop=stop,
-            accept=accept,
-            resume_step=resume_step,
-            on_resumed=lambda: (store_config(config), on_begin()),
-            departure=departure,
-        )
+    set_deterministic(config.deterministic)
+    with joined(stage.value, folder, limit, config.device, config.join_minutes * 60) as departure:
+        world = departure.world
+        data, heldout = open_data(config, stage, world, departure.watchdog.beat)
+        model = (_language_model if stage == Stage.LM else _autoencoder)(config, data, world)
+        run, interval = _with_save_interval(as_prepared(config, data.manifest), stage, world)
+        with claimed(folder, world):
+            training = _training(run, stage, model, data, heldout, world)
+            training.telemetry.say(f"saves {interval}")
+
+            def begin() -> None:
+                store_config(run)
+                model.on_begin()
+
+            outcome = fit(training, Start(accept, resume_step), stop, departure, begin)
+        model.finish(outcome)
+        departure.exit_code = outcome.exit_code
+        return outcome.exit_code
 
 
 def _with_save_interval(config: RunConfig, stage: Stage, world: World) -> tuple[RunConfig, str]:
@@ -122,53 +100,72 @@ def _with_save_interval(config: RunConfig, stage: Stage, world: World) -> tuple[
     return saves.with_interval(config, stage, ranks=ranks, nodes=nodes, chip=chip), text
 
 
-def train_lm(config: RunConfig, accept: Sequence[str] = (), resume_step: int | None = None) -> int:
-    """Train (or go on training) the language model. Every rank runs this; returns the exit code.
+def _training(
+    config: RunConfig,
+    stage: Stage,
+    model: StageModel,
+    data: ShardDataset,
+    heldout: ShardDataset | None,
+    world: World,
+) -> Training:
+    """This attempt, with everything that the loop needs of the run."""
+    settings, folder = config.require_stage(stage).training, config.folder.stage(stage)
+    attempt = open_attempt(folder.path, config.name, world)
+    identity = Identity.of_run(
+        config,
+        stage,
+        run_id=attempt.run_id,
+        attempt=attempt.number,
+        topology=model.topology,
+        tokenizer_fingerprint=data.manifest.tokenizer_fingerprint,
+        shards_fingerprint=data.fingerprint,
+        autoencoder_fingerprint=model.autoencoder_fingerprint,
+    )
+    telemetry = Telemetry(
+        folder.path, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
+    )
+    for note in notes(config, stage):
+        telemetry.warn(note)
+    store = CheckpointStore(
+        folder.checkpoints, world, settings.checkpoint, run_id=attempt.run_id, say=telemetry.say
+    )
+    batches = _training_data(settings, model.engine, data, heldout, config.seed)
+    return Training(model.engine, batches, settings, store, telemetry, world, identity, attempt)
 
-    ``accept``, ``resume_step``: see ``fit``.
-    """
-    stop = StopSignals().install()
+
+def _training_data(
+    settings: TrainingConfig, engine: Engine, data: ShardDataset, heldout: ShardDataset | None, seed: int
+) -> TrainingData:
+    """This rank's stream of training batches and the fixed evaluation batches."""
+    plan = BatchPlan.of(settings, engine.data_rank, engine.data_size)
+    batches = TrainingBatches(data, data.order(seed), plan, settings.end_of_data, settings.loader_workers)
+    evaluation = EvaluationBatches(heldout, plan, settings.eval_samples) if heldout is not None else None
+    stored = max(1, data.manifest.tokens.stored)
+    return TrainingData(batches, evaluation, data.manifest.served_padding / stored)
+
+
+def _language_model(config: RunConfig, data: ShardDataset, world: World) -> StageModel:
+    """CALM or the autoregressive baseline on Megatron-core, in any layout."""
+    from calm_scale.training.megatron.engine import MegatronEngine
+
     stage = config.require_lm()
-    tokens_per_sample = stage.backbone.positions * config.patch_size
-    folder, limit = config.folder.stage(Stage.LM).path, stage.training.stall_seconds
-    set_deterministic(config.deterministic)
-    with joined("lm", folder, limit, config.device, config.join_minutes * 60) as departure:
-        world = departure.world
-        beat = departure.watchdog.beat
-        train, heldout = open_data(config, "train", tokens_per_sample, world, beat)
-        from calm_scale.training.megatron.engine import MegatronEngine
-
-        codec, fingerprint = None, None
-        if stage.head.kind != "softmax":
-            codec, card = frozen_autoencoder(config, train, world)
-            fingerprint = card.fingerprint
-        pad_id = train.manifest.pad_id if train.manifest.served_padding else None
-        engine = MegatronEngine(config, world, codec, pad_id)
-        parallel = stage.parallel
-        outcome = run_loop(
-            config,
-            Stage.LM,
-            world,
-            engine,
-            train,
-            heldout,
-            topology={
-                "world_size": world.world_size,
-                "tensor": parallel.tensor,
-                "pipeline": parallel.pipeline,
-                "virtual_pipeline": parallel.virtual_pipeline,
-                "data": engine.data_size,
-                "sequence_parallel": parallel.sequence_parallel,
-                "distributed_optimizer": parallel.distributed_optimizer,
-            },
-            autoencoder_fingerprint=fingerprint,
-            accept=accept,
-            resume_step=resume_step,
-            stop=stop,
-            departure=departure,
-        )
-        departure.exit_code = outcome.exit_code
-        return outcome.exit_code
+    codec, fingerprint = None, None
+    if stage.head.kind != "softmax":
+        codec, card = frozen_autoencoder(config, data, world)
+        fingerprint = card.fingerprint
+    pad_id = data.manifest.pad_id if data.manifest.served_padding else None
+    engine = MegatronEngine(config, world, codec, pad_id)
+    parallel = stage.parallel
+    topology = {
+        "world_size": world.world_size,
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "virtual_pipeline": parallel.virtual_pipeline,
+        "data": engine.data_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        "distributed_optimizer": parallel.distributed_optimizer,
+    }
+    return StageModel(engine, topology, fingerprint)
 
 
 def frozen_autoencoder(
@@ -198,51 +195,25 @@ def frozen_autoencoder(
     return loaded[0]
 
 
-def train_autoencoder(config: RunConfig, accept: Sequence[str] = (), resume_step: int | None = None) -> int:
-    """Train (or go on training) the autoencoder and export it. Every rank runs this; returns the exit code.
+def _autoencoder(config: RunConfig, data: ShardDataset, world: World) -> StageModel:
+    """The patch autoencoder under DeepSpeed ZeRO; it is exported at the end."""
+    from calm_scale.training.deepspeed.engine import DeepSpeedEngine
 
-    ``accept``, ``resume_step``: see ``fit``.
-    """
-    stop = StopSignals().install()
     stage = config.require_autoencoder()
-    tokens_per_sample = stage.patches * config.patch_size
-    set_deterministic(config.deterministic)
-    folder, limit = config.folder.stage(Stage.AUTOENCODER).path, stage.training.stall_seconds
-    with joined("autoencoder", folder, limit, config.device, config.join_minutes * 60) as departure:
-        world = departure.world
-        beat = departure.watchdog.beat
-        train, heldout = open_data(config, stage.split, tokens_per_sample, world, beat)
-        from calm_scale.training.deepspeed.engine import DeepSpeedEngine
-
-        engine = DeepSpeedEngine(
-            stage,
-            vocab_size=config.vocab_size,
-            patch_size=config.patch_size,
-            seed=config.seed,
-            world=world,
-            pad_id=train.manifest.pad_id,
-        )
-        outcome = run_loop(
-            config,
-            Stage.AUTOENCODER,
-            world,
-            engine,
-            train,
-            heldout,
-            topology={"world_size": world.world_size, "zero_stage": stage.zero.stage},
-            autoencoder_fingerprint=None,
-            accept=accept,
-            resume_step=resume_step,
-            stop=stop,
-            departure=departure,
-            on_begin=lambda: _store_deepspeed_config(config, engine),
-        )
-        if world.is_first:
-            _draw_latents(config, engine)
-        if outcome.exit_code == EXIT_OK and not world.broadcast_object(_is_exported(config, outcome)):
-            _export(config, engine, world, outcome, train)
-        departure.exit_code = outcome.exit_code
-        return outcome.exit_code
+    engine = DeepSpeedEngine(
+        stage,
+        vocab_size=config.vocab_size,
+        patch_size=config.patch_size,
+        seed=config.seed,
+        world=world,
+        pad_id=data.manifest.pad_id,
+    )
+    return StageModel(
+        engine,
+        topology={"world_size": world.world_size, "zero_stage": stage.zero.stage},
+        on_begin=partial(_store_deepspeed_config, config, engine),
+        finish=partial(_export_if_finished, config, engine, world, data),
+    )
 
 
 def _store_deepspeed_config(config: RunConfig, engine: DeepSpeedEngine) -> None:
@@ -263,6 +234,16 @@ def _draw_latents(config: RunConfig, engine: DeepSpeedEngine) -> None:
         draw_report(engine.last_report, config.folder.stage(Stage.AUTOENCODER).path / "latents.png")
 
 
+def _export_if_finished(
+    config: RunConfig, engine: DeepSpeedEngine, world: World, data: ShardDataset, outcome: Outcome
+) -> None:
+    """The picture of the latest evaluation, and after the last step the frozen autoencoder."""
+    if world.is_first:
+        _draw_latents(config, engine)
+    if outcome.exit_code == EXIT_OK and not world.broadcast_object(_is_exported(config, outcome)):
+        _export(config, engine, world, outcome, data)
+
+
 def _is_exported(config: RunConfig, outcome: Outcome) -> bool:
     """A run that was complete before has its export already, unless it was stopped in between."""
     from calm_scale.autoencoder import ExportError, read_card
@@ -276,7 +257,7 @@ def _is_exported(config: RunConfig, outcome: Outcome) -> bool:
 
 
 def _export(
-    config: RunConfig, engine: DeepSpeedEngine, world: World, outcome: Outcome, train: ShardDataset
+    config: RunConfig, engine: DeepSpeedEngine, world: World, outcome: Outcome, data: ShardDataset
 ) -> None:
     from calm_scale.autoencoder.export import write_export
 
@@ -291,11 +272,11 @@ def _export(
             objective=stage.objective,
             vocab_size=config.vocab_size,
             patch_size=config.patch_size,
-            tokenizer_fingerprint=train.manifest.tokenizer_fingerprint,
-            data_fingerprint=train.fingerprint,
+            tokenizer_fingerprint=data.manifest.tokenizer_fingerprint,
+            data_fingerprint=data.fingerprint,
             steps=outcome.step,
             consumed_samples=samples,
-            consumed_tokens=samples * train.tokens_per_sample,
+            consumed_tokens=samples * data.tokens_per_sample,
             metrics={k: v for k, v in finite_floats(outcome.last_row).items() if k.startswith("eval/")},
         )
     world.barrier()

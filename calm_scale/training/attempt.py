@@ -1,27 +1,30 @@
-"""One attempt of a run: the lock on its folder, the state it resumes from, and its lines in the ledger."""
+"""One attempt of a run: what it is made of, the lock on its folder, and its lines in the ledger."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from calm_scale.checkpoint.card import Counters, Identity
-from calm_scale.checkpoint.diff import resume_diff
-from calm_scale.checkpoint.errors import CheckpointError, NothingToResumeError
 from calm_scale.checkpoint.run_id import run_id
-from calm_scale.checkpoint.store import CheckpointStore, Found
+from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import CalmScaleError
 from calm_scale.config.exclusive import OccupiedError, exclusive
 from calm_scale.config.run_folder import StageFolder
+from calm_scale.config.training import TrainingConfig
 from calm_scale.record import ledger, metrics
 from calm_scale.record.json_lines import LineWriter
 from calm_scale.record.ledger import Activity, Cause, Event, Kind
+from calm_scale.runtime.telemetry import Telemetry
+from calm_scale.runtime.watchdog import Watchdog
 from calm_scale.runtime.world import World
+from calm_scale.training.batches import EvaluationBatches, TrainingBatches
 from calm_scale.training.engine import Engine
 from launchers import environment
 
@@ -90,69 +93,125 @@ def open_attempt(folder: Path, name: str, world: World) -> Attempt:
     return world.on_first(look_up)
 
 
-@dataclass
-class Ledger:
-    """Writes this attempt's events (first rank only). Counts and seconds are totals of the attempt.
+@dataclass(frozen=True)
+class TrainingData:
+    """What to train on, and what to evaluate on every ``eval_interval`` steps.
 
-    An event that cannot be written waits in memory; ``warn`` is told.
+    ``padding_share``: padding among the training tokens, for the account of what was wasted.
     """
 
-    attempt: Attempt
-    world: World
-    stage: str
-    precision: str
-    warn: Callable[[str], None]
+    train: TrainingBatches
+    evaluation: EvaluationBatches | None = None
     padding_share: float = 0.0
-    first: Counters = field(default_factory=Counters)
-    counters: Counters = field(default_factory=Counters)
-    eval_tokens: int = 0
-    _seconds: dict[Activity, float] = field(default_factory=dict)
-    _last: float = 0.0
 
-    def __post_init__(self) -> None:
-        self._lines = LineWriter(StageFolder(self.attempt.folder).ledger, self.warn, durable=True)
+
+@dataclass(frozen=True)
+class Training:
+    """One attempt of one stage on this rank.
+
+    Attributes:
+        store: where checkpoints go; its newest complete one is resumed.
+        identity: goes into every card and is compared with the resumed one.
+        attempt: from ``open_attempt``.
+    """
+
+    engine: Engine
+    data: TrainingData
+    config: TrainingConfig
+    store: CheckpointStore
+    telemetry: Telemetry
+    world: World
+    identity: Identity
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start, as the caller asked.
+
+    Attributes:
+        accept: changed fields that may change results.
+        resume_step: resume this step instead of the newest, even a suspect one.
+        stop_after: stop after this step as if told to by a signal.
+    """
+
+    accept: Sequence[str] = ()
+    resume_step: int | None = None
+    stop_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended. ``exit_code`` is for the process: 0 finished, 75 put it back into the queue."""
+
+    step: int
+    cause: Cause
+    exit_code: int
+    resumed_at: int | None = None
+    last_row: dict[str, Any] = field(default_factory=dict)
+
+
+class Ledger:
+    """Writes this attempt's events (first rank only) and keeps the time. Counts and seconds are totals of the attempt.
+
+    An event that cannot be written waits in memory; the telemetry warns of it.
+
+    Attributes:
+        first, counters: what the attempt began with, and has reached.
+        eval_tokens: tokens of its evaluations.
+    """
+
+    def __init__(self, training: Training, watchdog: Watchdog) -> None:
+        self.first = self.counters = Counters()
+        self.eval_tokens = 0
+        self._training, self._watchdog = training, watchdog
+        self._seconds: dict[Activity, float] = {}
+        self._last = 0.0
+        path = StageFolder(training.attempt.folder).ledger
+        self._lines = LineWriter(path, training.telemetry.warn, durable=True)
+        if training.attempt.damage:
+            training.telemetry.warn(training.attempt.damage)
 
     @contextlib.contextmanager
-    def timing(self, activity: Activity) -> Iterator[None]:
-        """The block's wall-clock seconds count as this activity."""
+    def phase(self, operation: str, activity: Activity | None = None) -> Iterator[None]:
+        """The block is one operation for the watchdog, and its seconds are the activity's."""
         start = time.monotonic()
         try:
-            yield
+            with self._watchdog.doing(operation):
+                yield
         finally:
-            self._seconds[activity] = self._seconds.get(activity, 0.0) + time.monotonic() - start
-
-    def seconds(self, activity: Activity) -> float:
-        """Seconds of this attempt so far."""
-        return self._seconds.get(activity, 0.0)
+            if activity is not None:
+                self._seconds[activity] = self._seconds.get(activity, 0.0) + time.monotonic() - start
 
     def write(self, kind: Kind, cause: Cause | None = None) -> None:
         """One event with the totals of now."""
         self._last = time.monotonic()
-        if not self.world.is_first:
+        training, first, now = self._training, self.first, self.counters
+        attempt, world = training.attempt, training.world
+        if not world.is_first:
             return
-        first, now = self.first, self.counters
-        done = now.steps - first.steps
+        tokens = now.tokens - first.tokens
         event = Event(
             kind=kind,
-            attempt=self.attempt.number,
-            stage=self.stage,
+            attempt=attempt.number,
+            stage=training.identity.stage,
             step=now.steps,
             time=time.time(),
             job_id=environment.facts().job_id,
             cause=cause,
             first_step=first.steps,
-            highest_step=self.attempt.highest_step,
-            steps_done=done,
-            steps_replayed=max(0, min(now.steps, self.attempt.highest_step) - first.steps),
+            highest_step=attempt.highest_step,
+            steps_done=now.steps - first.steps,
+            steps_replayed=max(0, min(now.steps, attempt.highest_step) - first.steps),
             steps_skipped=now.skipped_steps - first.skipped_steps,
             samples=now.samples - first.samples,
-            tokens=now.tokens - first.tokens,
-            padding_tokens=round((now.tokens - first.tokens) * self.padding_share),
+            tokens=tokens,
+            padding_tokens=round(tokens * training.data.padding_share),
             eval_tokens=self.eval_tokens,
             seconds={str(name): spent for name, spent in self._seconds.items()},
-            world_size=self.world.world_size,
-            device=device_name(self.world),
-            precision=self.precision,
+            world_size=world.world_size,
+            device=device_name(world),
+            precision=training.config.precision,
         )
         self._lines.add(ledger.line_of(event))
 
@@ -165,64 +224,3 @@ class Ledger:
 def device_name(world: World) -> str:
     """What torch calls this rank's device."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-
-
-def resume(
-    engine: Engine,
-    store: CheckpointStore,
-    identity: Identity,
-    say: Callable[[str], None],
-    accept: Sequence[str] = (),
-    step: int | None = None,
-    fresh: bool = False,
-) -> Found | None:
-    """Loads the newest complete checkpoint (or ``step``) into the engine. None: nothing there, a new run.
-
-    Args:
-        accept: fields whose change may change results.
-        fresh: insist on starting from step 0.
-
-    Raises:
-        NothingToResumeError: checkpoints that cannot be used, or ``fresh`` and there are some.
-        ResumeRefusedError: it is another run's, or the configuration changed in a way that needs a word.
-    """
-    found = store.newest(step)
-    if found is None:
-        return None
-    if fresh:
-        raise NothingToResumeError(
-            f"asked for a fresh start, but {store.root} holds {found.path.name}. Move the folder away, or resume"
-        )
-    diff = store.world.on_first(  # one verdict: another node may not see the same tokenizer file
-        lambda: resume_diff(found.card, identity.config, identity.stage, identity.fingerprints)
-    )
-    for change in diff.of("safe"):
-        say(f"resuming with a changed field: {change.text()}")
-    diff.check(accept)
-    for change in diff.of("results"):
-        say(f"resuming with a changed field: {change.text(accept)}")
-    store.world.everywhere(lambda: _load(engine, found))
-    same = found.card.topology == identity.topology
-    say(f"resumed at step {found.step} from {found.path.name}" + ("" if same else _layouts(found, identity)))
-    return found
-
-
-def _load(engine: Engine, found: Found) -> None:
-    try:
-        engine.load(found.shards)
-    except Exception as error:
-        raise CheckpointError(
-            f"{found.path} is whole, but the engine cannot load it: {type(error).__name__}: {error}"
-        ) from error
-
-
-def counters_of(found: Found | None) -> Counters:
-    """Where to go on counting."""
-    return found.card.counters if found is not None else Counters()
-
-
-def _layouts(found: Found, identity: Identity) -> str:
-    def text(topology: dict[str, object]) -> str:
-        return ", ".join(f"{key} {value}" for key, value in topology.items())
-
-    return f", written by ({text(found.card.topology)}), now ({text(identity.topology)})"

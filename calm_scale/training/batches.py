@@ -131,3 +131,24 @@ class EvaluationBatches:
 def _batch(step: int, samples: Samples, picked: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> Batch:
     tokens = torch.from_numpy(samples.gather(picked, np.int64)).view(*places.shape, -1)
     return Batch(step=step, tokens=tokens, sample_ids=torch.from_numpy(places.copy()))
+
+
+class UntilStopped(Iterator[Batch]):
+    """Batches that end early once ``told_to_stop`` says so, which is asked before each but the first.
+
+    Attributes:
+        stopped: whether they did.
+    """
+
+    def __init__(self, batches: Iterator[Batch], told_to_stop: Callable[[], bool]) -> None:
+        self._batches, self._told_to_stop = batches, told_to_stop
+        self._is_first = True
+        self.stopped = False
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        if not self._is_first and self._told_to_stop():
+            self.stopped = True
+            raise StopIteration
+        self._is_first = False
+        return batch

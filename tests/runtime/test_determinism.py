@@ -76,6 +76,7 @@ def test_nothing_is_changed_unasked() -> None:
 @pytest.mark.parametrize("stage", ["autoencoder", "lm"])
 def test_a_training_sets_it_before_its_ranks_join(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from calm_scale.config import load
+    from calm_scale.config.run_folder import Stage
     from calm_scale.stages import train
 
     class JoinedError(Exception):
@@ -87,7 +88,6 @@ def test_a_training_sets_it_before_its_ranks_join(stage: str, monkeypatch: pytes
     wanted: list[bool] = []
     monkeypatch.setattr(train, "set_deterministic", wanted.append)
     monkeypatch.setattr(train, "joined", joined)
-    train_stage = {"autoencoder": train.train_autoencoder, "lm": train.train_lm}[stage]
     with pytest.raises(JoinedError):
-        train_stage(load(REPO / "configs/runs/calm-m.yaml", ["deterministic=true"]))
+        train.train(load(REPO / "configs/runs/calm-m.yaml", ["deterministic=true"]), Stage(stage))
     assert wanted == [True]

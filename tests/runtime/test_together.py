@@ -21,7 +21,7 @@ from calm_scale.evaluation import sequences
 from calm_scale.runtime.late_files import see_alike
 from calm_scale.runtime.together import HEARTBEAT_SECONDS
 from calm_scale.runtime.world import World
-from calm_scale.training import attempt
+from calm_scale.training import attempt, checkpointing
 
 OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
 Failing = Callable[..., Any]
@@ -204,7 +204,7 @@ def test_every_place_shares_what_it_did_not_expect(
 def test_a_state_that_one_rank_cannot_load_is_named_on_both(
     on_two_ranks: OnTwoRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    monkeypatch.setattr(attempt, "resume_diff", lambda *_: ResumeDiff((), 0))
+    monkeypatch.setattr(checkpointing, "resume_diff", lambda *_: ResumeDiff((), 0))
     broken = fail_on(failing, KeyError("optimizer"))
 
     def rank(world: World) -> None:
@@ -214,7 +214,7 @@ def test_a_state_that_one_rank_cannot_load_is_named_on_both(
         store: Any = SimpleNamespace(world=world, newest=lambda step: found, root=tmp_path)
         engine: Any = SimpleNamespace(load=broken(world))
         identity: Any = SimpleNamespace(config={}, stage="lm", fingerprints={}, topology={})
-        attempt.resume(engine, store, identity, lambda line: None)
+        checkpointing.resume(engine, store, identity, lambda line: None)
 
     assert_shared(on_two_ranks(rank), "cannot load it: KeyError: 'optimizer'")
 

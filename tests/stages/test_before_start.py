@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from calm_scale.checkpoint.card import Card
 from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, load
+from calm_scale.config.run_folder import Stage
 from calm_scale.stages.before_start import fingerprints
 
 STORED = Path(__file__).with_name("stored_run")
@@ -57,10 +58,10 @@ LOOKS = (
 def test_shards_that_the_document_would_not_make_are_refused(folder: Path, setting: str, words: str) -> None:
     for look in LOOKS:
         assert words in said(*look, "--set", setting, code=2)
-    from calm_scale.stages.train import train_lm
+    from calm_scale.stages.train import train
 
     with pytest.raises(ConfigError, match=words):
-        train_lm(load("tiny.yaml", [setting]))
+        train(load("tiny.yaml", [setting]), Stage.LM)
 
 
 def test_shards_that_another_document_made_are_stated(folder: Path) -> None:

@@ -195,9 +195,7 @@ def test_a_changed_batch_needs_a_word(unbroken: Path, tiny: ModuleType, solo: Wo
     assert outcome.resumed_at == 12
 
 
-def test_fresh_never_starts_over_an_old_run(unbroken: Path, tiny: ModuleType, solo: World) -> None:
-    with pytest.raises(NothingToResumeError, match="fresh start"):
-        tiny.run(unbroken, {"fresh": True}, solo)
+def test_a_step_that_is_not_there_is_not_resumed(unbroken: Path, tiny: ModuleType, solo: World) -> None:
     with pytest.raises(NothingToResumeError, match="no usable step 5"):
         tiny.run(unbroken, {"resume_step": 5}, solo)
 

@@ -27,9 +27,9 @@ from calm_scale.config.training import LoggingConfig, TrainingConfig
 from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World, init_world
-from calm_scale.training.attempt import open_attempt
+from calm_scale.training.attempt import Outcome, Start, Training, TrainingData, open_attempt
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
-from calm_scale.training.loop import Outcome, TrainingData, fit
+from calm_scale.training.loop import fit
 from data_prep.shards.order import SampleOrder
 
 SEQUENCES = 50
@@ -105,20 +105,10 @@ def run(
     )
     try:
         return fit(
-            engine,
-            data,
-            config,
-            store,
-            telemetry,
-            world,
-            identity=identity,
-            attempt=attempt,
-            stop=stop,
-            accept=options.get("accept", ()),
-            resume_step=options.get("resume_step"),
-            fresh=options.get("fresh", False),
-            stop_after=options.get("stop_after"),
-            departure=departure,
+            Training(engine, data, config, store, telemetry, world, identity, attempt),
+            Start(options.get("accept", ()), options.get("resume_step"), options.get("stop_after")),
+            stop or StopSignals(),
+            departure,
         )
     finally:
         if seen is not None:
