@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -52,12 +52,12 @@ def problems(config: RunConfig, stages: Sequence[Stage] | None = None) -> list[s
     """
     chain = config.stages if stages is None else stages
     found = []
-    for stage in chain:
-        if stage not in _CHECKS:  # an evaluation asks of the training before it
-            continue
+    for stage in chain:  # an evaluation asks of the training before it
         try:
-            for line in _CHECKS[stage](config, chain):
-                found.append(line)
+            if stage == Stage.PREP:
+                _check_prep(config)
+            elif stage in TRAINED:
+                found += _training(config, stage, chain)
         except (CalmScaleError, OSError) as error:
             found.append(str(error))
     return found
@@ -86,7 +86,7 @@ def _trained_on(config: RunConfig) -> list[str]:
     return sorted({training_split(config, stage) for stage in TRAINED if stage in config.stages})
 
 
-def _prep(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
+def _check_prep(config: RunConfig) -> None:
     from data_prep.prep.prep_plan import check_tokenizer
     from data_prep.tokenizer import load_tokenizer
 
@@ -98,42 +98,30 @@ def _prep(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
         return
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_path, verified=True)
     check_tokenizer(config.prep, config.vocab_size, tokenizer)
-    yield from ()
 
 
-def _autoencoder(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
-    if config.autoencoder is not None:
-        split = config.autoencoder.split
-        yield from _split(config, split, config.autoencoder.patches, f"autoencoder.split is {split}")
-
-
-def _lm(config: RunConfig, chain: Sequence[Stage]) -> Iterator[str]:
-    if config.lm is None:
+def _training(config: RunConfig, stage: Stage, chain: Sequence[Stage]) -> Iterator[str]:
+    if not config.has(stage):
         return
-    yield from _split(config, "train", config.lm.backbone.positions, "the language model trains on train")
-    if config.lm.head.kind == "softmax" or Stage.AUTOENCODER in chain:
-        return
-    if (config.autoencoder_export / CARD_FILE).is_file():
-        manifest = manifest_of(config, "train")
+    split = training_split(config, stage)
+    if (config.data_dir / split / MANIFEST_NAME).is_file():
+        patches = config.require_stage(stage).sample_patches
+        open_training_split(config, split, patches * config.patch_size)
+    else:
+        reason = (
+            "the language model trains on train" if stage == Stage.LM else f"autoencoder.split is {split}"
+        )
+        yield from _made_by_prep(config, split, reason)
+    needs_export = (
+        stage == Stage.LM and fingerprints(config, stage).get("autoencoder_fingerprint") is not None
+    )
+    if needs_export and Stage.AUTOENCODER not in chain:
+        manifest = manifest_of(config, split)
         card = read_card(config.autoencoder_export)
         yield from (
             f"{config.autoencoder_export}: this autoencoder does not fit the run: {text}"
             for text in card.misfits(config, manifest.tokenizer_fingerprint if manifest else None)
         )
-
-
-_CHECKS: dict[str, Callable[[RunConfig, Sequence[Stage]], Iterator[str]]] = {
-    Stage.PREP: _prep,
-    Stage.AUTOENCODER: _autoencoder,
-    Stage.LM: _lm,
-}
-
-
-def _split(config: RunConfig, split: str, patches: int, who: str) -> Iterator[str]:
-    if (config.data_dir / split / MANIFEST_NAME).is_file():
-        open_training_split(config, split, patches * config.patch_size)
-    else:
-        yield from _made_by_prep(config, split, who)
 
 
 def _made_by_prep(config: RunConfig, split: str, who: str) -> Iterator[str]:

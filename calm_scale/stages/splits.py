@@ -58,7 +58,9 @@ def open_split(
 
 def training_split(config: RunConfig, stage: Stage) -> str:
     """The split that a stage trains on."""
-    return config.require_autoencoder().split if stage == Stage.AUTOENCODER else "train"
+    return (
+        config.autoencoder.split if stage == Stage.AUTOENCODER and config.autoencoder is not None else "train"
+    )
 
 
 def open_training_split(config: RunConfig, split: str, tokens_per_sample: int) -> ShardDataset:

@@ -1,1 +1,1 @@
-"""Floor 4: one engine-agnostic training loop and its two engines."""
+"""Floor 4: one training loop, which knows no engine, and two engines that know neither it nor each other."""
