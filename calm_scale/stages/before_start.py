@@ -51,7 +51,7 @@ def problems(config: RunConfig, stages: Sequence[Stage] | None = None) -> list[s
     What is not there yet (data before prep, an autoencoder before its training) is no problem.
     """
     chain = config.stages if stages is None else stages
-    found = []
+    found: list[str] = []
     for stage in chain:  # an evaluation asks of the training before it
         try:
             if stage == Stage.PREP:
