@@ -17,10 +17,9 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from launchers import claims, ports
-from launchers.claims import Claim
+from launchers import claims, meeting
+from launchers.claims import Claim, first
 from launchers.errors import ContradictionError, InterfaceError, LaunchError, with_values
-from launchers.hostlist import first
 
 MASTER_ADDRESS = "CALM_SCALE_MASTER_ADDR"
 MASTER_PORT = "CALM_SCALE_MASTER_PORT"
@@ -84,11 +83,11 @@ def gpus_of_node(env: Mapping[str, str] | None = None) -> int:
     return _count(env, GPUS) if GPUS in env else _count(env, "SLURM_GPUS_ON_NODE")
 
 
-def port_candidates(env: Mapping[str, str] | None = None, count: int = ports.NUM_CANDIDATES) -> list[int]:
+def port_candidates(env: Mapping[str, str] | None = None, count: int = meeting.NUM_CANDIDATES) -> list[int]:
     """Ports all ranks of this step agree on, in the order to try when one is taken: the chosen one first."""
     env = os.environ if env is None else env
     chosen = _port(env, MASTER_PORT)
-    others = [port for port in ports.candidates(_shared_identity(env), count) if port != chosen]
+    others = [port for port in meeting.derive_ports(_shared_identity(env), count) if port != chosen]
     return [chosen, *others][:count]
 
 
@@ -182,7 +181,7 @@ def _port(env: Mapping[str, str], name: str) -> int:
     """The port a launcher chose, else one derived from what the ranks share."""
     text = env.get(name)
     if text is None:
-        return ports.candidates(_shared_identity(env) or str(os.getpid()), 1)[0]
+        return meeting.derive_ports(_shared_identity(env) or str(os.getpid()), 1)[0]
     if not (text.isdigit() and 0 < int(text) < 65_536):
         raise LaunchError(f"environment variable {name} is {text!r}, not a port number")
     return int(text)

@@ -22,13 +22,10 @@ from pathlib import Path
 from calm_scale.config.errors import EXIT_REQUEUE
 from calm_scale.config.terminal import survive_any_output
 from launchers.claims import MARK
-from launchers.cores import cores_per_rank
 from launchers.environment import refuse_unknown_interface
 from launchers.errors import LaunchError
-from launchers.guard import Guard
-from launchers.ports import PortLease
-from launchers.process import RankProcess, wait_for_any
-from launchers.verdict import Verdict
+from launchers.meeting import PortLease
+from launchers.process import Guard, RankProcess, Verdict, cores_per_rank, wait_for_any
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _POLL_SECONDS = 0.2

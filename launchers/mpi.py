@@ -20,7 +20,7 @@ from calm_scale.config.terminal import survive_any_output
 from launchers.claims import MARK
 from launchers.environment import ALLOW_LOOPBACK, MASTER_ADDRESS, MASTER_PORT
 from launchers.errors import LaunchError
-from launchers.ports import PortLease
+from launchers.meeting import PortLease
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # Handed to every host: who the ranks are, and the settings of the libraries under them.

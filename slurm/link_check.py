@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from calm_scale.runtime.world import init_world
+from launchers.claims import expand
 from launchers.environment import RankFacts, facts
-from launchers.hostlist import expand
 
 COLLECTIVE_SECONDS = 90.0
 REPEATS = 3

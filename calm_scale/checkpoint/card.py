@@ -11,8 +11,7 @@ from pydantic import Field
 
 import calm_scale
 from calm_scale.checkpoint.errors import CheckpointError, UnknownRunError
-from calm_scale.checkpoint.files import write_json
-from calm_scale.checkpoint.layout import CARD, SUSPECT
+from calm_scale.checkpoint.file_list import CARD, SUSPECT, write_json
 from calm_scale.config import RunConfig, config_hash
 from calm_scale.config.files import checked
 from calm_scale.config.section import Section

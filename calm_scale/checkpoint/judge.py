@@ -17,8 +17,14 @@ from typing import Literal
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import CheckpointError, NoSuchCheckpointError, NothingToResumeError
-from calm_scale.checkpoint.layout import checkpoints_folder, folder_name, step_folders, unfinished
-from calm_scale.checkpoint.manifest import FileList, changed_contents
+from calm_scale.checkpoint.file_list import (
+    FileList,
+    changed_contents,
+    checkpoints_folder,
+    folder_name,
+    step_folders,
+    unfinished,
+)
 
 State = Literal["complete", "suspect", "foreign", "damaged", "unfinished"]
 """

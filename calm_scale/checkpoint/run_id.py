@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from calm_scale.checkpoint.errors import CheckpointError
-from calm_scale.checkpoint.files import write_json
+from calm_scale.checkpoint.file_list import write_json
 from calm_scale.checkpoint.judge import RUN_FILE, known_run
 from calm_scale.config.run_folder import StageFolder
 

@@ -16,12 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import DiskFullError, SaveError, is_disk_full
-from calm_scale.checkpoint.files import checksum, sync_folder
+from calm_scale.checkpoint.file_list import (
+    CARD,
+    SHARDS,
+    TMP,
+    FileEntry,
+    FileList,
+    checksum,
+    folder_name,
+    share_by_size,
+    sync_folder,
+)
 from calm_scale.checkpoint.judge import judge, summary
-from calm_scale.checkpoint.layout import CARD, SHARDS, TMP, folder_name
-from calm_scale.checkpoint.manifest import FileEntry, FileList, share_by_size
 from calm_scale.config.errors import CalmScaleError
-from calm_scale.runtime.late_files import files_under, see_alike
+from calm_scale.runtime.together import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from calm_scale.checkpoint.card import Card, mark_suspect
-from calm_scale.checkpoint.disk import check_space, human_bytes
 from calm_scale.checkpoint.errors import (
     CheckpointError,
     DiskFullError,
@@ -20,7 +19,17 @@ from calm_scale.checkpoint.errors import (
     SaveError,
     is_disk_full,
 )
-from calm_scale.checkpoint.files import write_text
+from calm_scale.checkpoint.file_list import (
+    DELETING,
+    LATEST,
+    SHARDS,
+    TMP,
+    FileList,
+    folder_name,
+    step_folders,
+    unfinished,
+    write_text,
+)
 from calm_scale.checkpoint.judge import (
     EVERY_BYTE,
     Entry,
@@ -31,12 +40,10 @@ from calm_scale.checkpoint.judge import (
     resumable,
     summary,
 )
-from calm_scale.checkpoint.layout import DELETING, LATEST, SHARDS, TMP, folder_name, step_folders, unfinished
-from calm_scale.checkpoint.manifest import FileList
-from calm_scale.checkpoint.retention import superfluous
+from calm_scale.checkpoint.retention import check_space, human_bytes, superfluous
 from calm_scale.checkpoint.saving import Save, Start
 from calm_scale.config.training import CheckpointConfig
-from calm_scale.runtime.late_files import files_under, see_alike
+from calm_scale.runtime.together import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World

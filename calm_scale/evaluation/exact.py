@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calm_scale.config.evaluation import EvaluationConfig
-    from calm_scale.runtime.streams import Randomness
+    from calm_scale.runtime.noise import Randomness
 
 _OF_THE_SEQUENCES = (
     "patch_size",

@@ -19,7 +19,7 @@ from calm_scale.lm.targets import LatentCodec, gather_all, input_latents, owned_
 from calm_scale.lm.token_layers import VocabularyOutput
 from calm_scale.runtime.finite import require_finite
 from calm_scale.runtime.megatron import Layout, Precision, Ranks, initialize
-from calm_scale.runtime.streams import Randomness, categorical
+from calm_scale.runtime.noise import Randomness, categorical
 
 
 class PatchModel(Protocol):

@@ -1,4 +1,4 @@
-"""How a rank joins, and how it leaves: an orderly end in bounded time, or at once with the reason told and recorded.
+"""How a rank joins, is asked to stop, and leaves: in bounded time, or at once with the reason printed and recorded.
 
 Taking NCCL's process groups down while another rank is in a collective blocks both. A rank that fails therefore
 cleans nothing up: it prints and records why, and its process ends. The others are ended by whoever started them.
@@ -6,17 +6,20 @@ cleans nothing up: it prints and records why, and its process ends. The others a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK, CalmScaleError
 from calm_scale.config.run_folder import StageFolder
@@ -169,3 +172,66 @@ def _end_within(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+IMPATIENT = 3
+"""That many Ctrl-C end the process without a checkpoint."""
+
+
+def ignore_stop_signals() -> None:
+    """For a process that has nothing left to do but to end: its exit code stands."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class StopSignals:
+    """Remembers the first stop signal. Later ones change nothing, except a third Ctrl-C.
+
+    Use as a context manager, or call ``install`` and ``restore``. Installing again (after a library put its own
+    handlers there) is fine. Without ``restore`` they stay until the process is gone: Python gives signals their
+    default effect back while it shuts down, so a second SIGTERM would turn exit code 75 into 143.
+    """
+
+    def __init__(self) -> None:
+        self.received: int = 0
+        self._interrupts = 0
+        self._before: dict[int, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """``SIGTERM``, …, or empty."""
+        return signal.Signals(self.received).name if self.received else ""
+
+    def install(self) -> StopSignals:
+        """Takes the signals over. Main thread only."""
+        for number in STOP_SIGNALS:
+            before = signal.signal(number, self._handle)
+            if before != self._handle:
+                self._before.setdefault(number, before)
+        atexit.unregister(ignore_stop_signals)
+        atexit.register(ignore_stop_signals)
+        return self
+
+    def restore(self) -> None:
+        """Gives the signals back to whoever had them."""
+        atexit.unregister(ignore_stop_signals)
+        for number, handler in self._before.items():
+            with contextlib.suppress(ValueError, TypeError):
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts >= IMPATIENT:
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> StopSignals:
+        return self.install()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()

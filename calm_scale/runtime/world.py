@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from calm_scale.config.errors import CalmScaleError
 from calm_scale.runtime import together
-from calm_scale.runtime.threads import threads_per_rank
+from calm_scale.runtime.torch_settings import threads_per_rank
 from launchers import environment, meeting
 from launchers.environment import RankFacts
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from calm_scale.config.errors import ConfigError
-from calm_scale.runtime.streams import Randomness, uniform
+from calm_scale.runtime.noise import Randomness, uniform
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

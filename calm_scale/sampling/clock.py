@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calm_scale.lm.patch_model import PatchModel
-    from calm_scale.runtime.streams import Randomness
+    from calm_scale.runtime.noise import Randomness
 
 
 class Clock:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from calm_scale.runtime.streams import Randomness, of_rows, uniform
+from calm_scale.runtime.noise import Randomness, of_rows, uniform
 from calm_scale.sampling.batch import Exponent, choose, exponent, take
 
 if TYPE_CHECKING:

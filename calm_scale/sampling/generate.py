@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from calm_scale.runtime.noise import stream_seed
-from calm_scale.runtime.streams import RowStreams, of_rows
+from calm_scale.runtime.noise import RowStreams, of_rows, stream_seed
 from calm_scale.sampling.batch import PromptError
 from calm_scale.sampling.clock import Clock, TimedModel
 from calm_scale.sampling.prompts import Finish, OpenText, Prompt, TextTokenizer, complete_heads, split_prompt

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from calm_scale.runtime.streams import Randomness, of_rows
+from calm_scale.runtime.noise import Randomness, of_rows
 from calm_scale.sampling.batch import PromptError, choose, exponent, take
 from calm_scale.sampling.temperature import draw_rows
 

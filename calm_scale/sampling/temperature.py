@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from calm_scale.runtime.streams import Randomness, of_rows
+from calm_scale.runtime.noise import Randomness, of_rows
 from calm_scale.sampling.batch import SamplingError, choose, exponent, take
 from calm_scale.sampling.exact import sample_exact
 

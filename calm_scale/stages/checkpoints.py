@@ -11,8 +11,8 @@ from rich.table import Table as RichTable
 from calm_scale.accounting.report.document import Cell, Column, Table, bytes_text
 from calm_scale.accounting.report.render import print_table
 from calm_scale.checkpoint.card import Card
+from calm_scale.checkpoint.file_list import SHARDS
 from calm_scale.checkpoint.judge import Entry, inventory, resumable, verify
-from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK

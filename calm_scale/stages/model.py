@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.diff import resume_diff
+from calm_scale.checkpoint.file_list import SHARDS
 from calm_scale.checkpoint.judge import find, verify
-from calm_scale.checkpoint.layout import SHARDS
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, TokenizerConfig
 from calm_scale.config.fields import policy_of
 from calm_scale.config.run_folder import Stage
-from calm_scale.runtime.late_files import files_under, see_alike
+from calm_scale.runtime.together import files_under, see_alike
 from calm_scale.runtime.world import World
 from calm_scale.stages.train import frozen_autoencoder
 

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from calm_scale.checkpoint.files import sync_folder
-from calm_scale.checkpoint.layout import CARD
+from calm_scale.checkpoint.file_list import CARD, sync_folder
 from calm_scale.config import ConfigError, RunConfig, to_yaml
 from calm_scale.config.exclusive import OccupiedError, exclusive
 from calm_scale.config.files import refuse_unwritable, write_atomically

@@ -21,9 +21,9 @@ from calm_scale.stages.plan.dry_run import print_notes, stage_plan
 from calm_scale.stages.plan.run_plan import lack_of_tokenizer, look_at_text, run_plan
 from calm_scale.stages.run_folder import runs_in
 from calm_scale.stages.sweep import Sweep
-from launchers.slurm.cancel import cancel
 from launchers.slurm.container import unseen_paths
 from launchers.slurm.layout import StageShape, common_shape
+from launchers.slurm.queue import cancel
 from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import StageJob, Submission, submit, submit_sweep
 

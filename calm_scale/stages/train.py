@@ -17,12 +17,11 @@ from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run import notes
 from calm_scale.config.run_folder import Stage
 from calm_scale.config.training import TrainingConfig
-from calm_scale.runtime.departure import joined
-from calm_scale.runtime.determinism import set_deterministic
+from calm_scale.runtime.departure import StopSignals, joined
 from calm_scale.runtime.finite import finite_floats
-from calm_scale.runtime.late_files import files_under, see_alike
-from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.telemetry import Telemetry
+from calm_scale.runtime.together import files_under, see_alike
+from calm_scale.runtime.torch_settings import set_deterministic
 from calm_scale.runtime.world import World
 from calm_scale.stages.run_folder import store_config
 from calm_scale.stages.splits import as_prepared, open_data

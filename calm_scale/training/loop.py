@@ -13,9 +13,8 @@ from calm_scale.checkpoint.store import Found
 from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
 from calm_scale.record.ledger import Cause
 from calm_scale.record.metrics import storable
-from calm_scale.runtime.departure import Departure
+from calm_scale.runtime.departure import Departure, StopSignals
 from calm_scale.runtime.finite import finite_floats
-from calm_scale.runtime.signals import StopSignals
 from calm_scale.runtime.watchdog import Watchdog
 from calm_scale.training.attempt import Ledger, Outcome, Start, Training
 from calm_scale.training.batches import UntilStopped

@@ -239,7 +239,7 @@ def gather_reports(folder: Path, pattern: str, expected: int) -> list[NodeReport
 
 def allocated_nodes() -> list[str]:
     """The nodes of this job."""
-    from launchers.hostlist import expand
+    from launchers.claims import expand
 
     nodes = os.environ.get("SLURM_JOB_NODELIST", "")
     return expand(nodes) if nodes else []

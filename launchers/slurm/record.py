@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ from calm_scale.config.exclusive import exclusive
 from calm_scale.config.files import write_atomically
 from calm_scale.config.run_folder import RunFolder
 from launchers.errors import LaunchError
-from launchers.slurm.exclusions import Exclusions
 
 
 @dataclass(frozen=True)
@@ -144,3 +144,43 @@ def _read_line(line: str, found: dict[int, Attempt]) -> None:
             int(end),
             float(when),
         )
+
+
+EXCLUDE_SECONDS = 24 * 3600
+"""A node found bad is excluded for so long: most faults are mended, or drain the node, within a day."""
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """``until``: seconds since 1970."""
+
+    node: str
+    until: float
+    reason: str
+
+
+class Exclusions:
+    """The file of one run. A line without a time is from an older version, which excluded for good: it has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def current(self, now: float | None = None) -> list[Exclusion]:
+        """What holds at this moment, by node; of several findings about a node the latest."""
+        now = time.time() if now is None else now
+        found: dict[str, Exclusion] = {}
+        for line in self._path.read_text().splitlines() if self._path.is_file() else []:
+            node, until, reason, *_ = [*line.split("\t"), "", ""]
+            if until.isdigit() and int(until) > now:
+                found[node] = Exclusion(node, int(until), reason)
+        return [found[node] for node in sorted(found)]
+
+    def lift(self, nodes: list[str]) -> list[str]:
+        """Take nodes out of the list; returns those that were in it."""
+        current = self.current()
+        lifted = [entry.node for entry in current if entry.node in nodes]
+        if lifted:
+            kept = [entry for entry in current if entry.node not in nodes]
+            text = "".join(f"{entry.node}\t{entry.until:.0f}\t{entry.reason}\n" for entry in kept)
+            write_atomically(self._path, text)
+        return lifted

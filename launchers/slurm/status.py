@@ -10,10 +10,9 @@ from pathlib import Path
 
 from calm_scale.config.run_folder import RunFolder, Stage
 from launchers.slurm import queue
-from launchers.slurm.exclusions import Exclusion
 from launchers.slurm.notice import measured
 from launchers.slurm.queue import Queue, QueuedJob
-from launchers.slurm.record import Attempt, RunRecord, SubmittedJob
+from launchers.slurm.record import Attempt, Exclusion, RunRecord, SubmittedJob
 
 
 @dataclass(frozen=True)

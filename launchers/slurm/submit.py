@@ -18,9 +18,9 @@ from calm_scale.config import ConfigError, RunConfig, config_hash, to_yaml
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.files import write_atomically
 from calm_scale.config.run_folder import RunFolder, Stage
-from launchers.slurm.enqueue import QueuedStage, enqueue
 from launchers.slurm.layout import StageShape, common_shape
 from launchers.slurm.notice import backstop_seconds, notice_seconds
+from launchers.slurm.queue import QueuedStage, enqueue
 from launchers.slurm.record import RunRecord
 from launchers.slurm.templates import ScriptRun, check_path, render
 

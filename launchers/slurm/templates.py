@@ -23,9 +23,9 @@ from calm_scale.config.run_folder import TRAINED
 from launchers.errors import LaunchError
 from launchers.inherited import CLIENT_NAMESPACES, CLUSTER_VARIABLES, RANK_NAMESPACES
 from launchers.slurm.container import mounts_of
-from launchers.slurm.exclusions import EXCLUDE_SECONDS
 from launchers.slurm.layout import StageShape
 from launchers.slurm.notice import limit_seconds
+from launchers.slurm.record import EXCLUDE_SECONDS
 
 TEMPLATES = (Path(__file__).parent / "scripts").resolve()
 # sbatch expands `%j` and refuses backslashes in file names; a line break would end a directive.

@@ -14,7 +14,7 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, files
 from calm_scale.config.files import FILE_WAIT_VARIABLE, LateFileError, file_wait_seconds, wait_until_visible
 from calm_scale.config.training import CheckpointConfig
-from calm_scale.runtime.late_files import files_under, see_alike
+from calm_scale.runtime.together import files_under, see_alike
 from calm_scale.runtime.world import World
 
 OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]

@@ -213,7 +213,7 @@ def test_space_is_estimated_before_a_byte_is_written(
 ) -> None:
     save(1)
     usage = type("Usage", (), {"free": 20_000})()
-    monkeypatch.setattr("calm_scale.checkpoint.disk.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("calm_scale.checkpoint.retention.shutil.disk_usage", lambda path: usage)
     written: list[Path] = []
     with pytest.raises(DiskFullError, match=r"needs about .* KiB"):
         store.save(2, written.append, card_of(2))

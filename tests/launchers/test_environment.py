@@ -9,7 +9,7 @@ import pytest
 
 from launchers.environment import facts, port_candidates, refuse_unknown_interface
 from launchers.errors import ContradictionError, LaunchError
-from launchers.ports import candidates, ephemeral_start
+from launchers.meeting import derive_ports, ephemeral_start
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x",
@@ -191,11 +191,11 @@ def test_ports_are_agreed_and_below_the_ephemeral_range() -> None:
     assert facts(STEP, somewhere).master_port == on_rank_2[0]
     assert len(set(on_rank_2)) == len(on_rank_2)
     for job in range(200):
-        assert all(1024 <= port < ephemeral_start() for port in candidates(str(job)))
+        assert all(1024 <= port < ephemeral_start() for port in derive_ports(str(job)))
 
 
 def test_neighbouring_jobs_do_not_share_ports() -> None:
-    first, second = set(candidates("1000.0.0")), set(candidates("1001.0.0"))
+    first, second = set(derive_ports("1000.0.0")), set(derive_ports("1001.0.0"))
     assert not first & second
 
 

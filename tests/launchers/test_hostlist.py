@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers import hostlist
+from launchers import claims as hostlist
 from launchers.errors import LaunchError
 
 FORMS = [

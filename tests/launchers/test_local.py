@@ -15,7 +15,7 @@ import pytest
 
 from launchers.errors import LaunchError
 from launchers.local import launch, rank_environment
-from launchers.ports import PortLease
+from launchers.meeting import PortLease
 
 pytestmark = pytest.mark.ranks
 
@@ -114,7 +114,7 @@ def test_ranks_that_end_at_once_when_told_are_no_failure_to_report(program: Path
 
 SAVING = """
 import os, signal, sys, time
-from calm_scale.runtime.signals import StopSignals
+from calm_scale.runtime.departure import StopSignals
 stop = StopSignals().install()
 class Leaving:
     def __del__(self, sleep=time.sleep, write=os.write):

@@ -16,7 +16,7 @@ import pytest
 from launchers import meeting
 from launchers.environment import port_candidates, world_identity
 from launchers.errors import LaunchError
-from launchers.ports import ephemeral_start
+from launchers.meeting import ephemeral_start
 
 ROOT = Path(__file__).resolve().parents[2]
 

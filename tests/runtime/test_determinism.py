@@ -13,7 +13,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 REPORT = """
 import json, os, sys
-from calm_scale.runtime.determinism import set_deterministic
+from calm_scale.runtime.torch_settings import set_deterministic
 set_deterministic(sys.argv[1] == "yes")
 assert "torch" in sys.modules or sys.argv[1] == "no"
 import torch

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from calm_scale.runtime import world as room
-from calm_scale.runtime.threads import threads_per_rank
+from calm_scale.runtime.torch_settings import threads_per_rank
 from calm_scale.runtime.world import WorldError, init_world
 from launchers import meeting
-from launchers.cores import available_cores
 from launchers.environment import RankFacts
 from launchers.errors import LaunchError
+from launchers.process import available_cores
 
 
 def alone() -> RankFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calm_scale.runtime.streams import categorical, uniform
+from calm_scale.runtime.noise import categorical, uniform
 
 
 class LawModel:

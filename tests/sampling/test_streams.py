@@ -8,7 +8,7 @@ import torch
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.lm.heads.denoising.module import DiffusionHead, FlowHead
 from calm_scale.lm.heads.energy.module import EnergyHead
-from calm_scale.runtime.streams import RowStreams
+from calm_scale.runtime.noise import RowStreams
 from calm_scale.sampling.generate import generate
 
 CPU = torch.device("cpu")

@@ -87,8 +87,7 @@ def save(checkpoints: Path, step: int, settings: dict[str, float], rank: int) ->
 def write_checkpoint(checkpoints: Path, step: int, run: RunConfig) -> None:
     """A complete checkpoint of the run whose only file is its card: the program judges it, also at a submission."""
     from calm_scale.checkpoint.card import Card, Counters
-    from calm_scale.checkpoint.files import checksum
-    from calm_scale.checkpoint.manifest import FileEntry, FileList
+    from calm_scale.checkpoint.file_list import FileEntry, FileList, checksum
 
     folder = checkpoints / f"step_{step:08d}.tmp"
     folder.mkdir(exist_ok=True)

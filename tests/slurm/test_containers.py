@@ -170,7 +170,7 @@ def test_a_stage_writes_relative_paths_where_the_script_finds_them(
     if container is PYXIS:
         assert all("--container-name=calm-scale-77-0 " in call for call in steps)
         assert all(f"--container-workdir={place} " in call for call in steps)
-    assert "launchers.slurm.same_folder" in steps[0], "before anything else"
+    assert "launchers.slurm.container" in steps[0], "before anything else"
 
 
 @pytest.mark.parametrize("container", [PYXIS, APPTAINER], ids=["pyxis", "apptainer"])

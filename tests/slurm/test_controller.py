@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from calm_scale.cli.app import app
 from calm_scale.config import RunConfig
 from calm_scale.config.cluster import ClusterConfig
-from launchers.slurm.exclusions import EXCLUDE_SECONDS
-from launchers.slurm.record import RunRecord
+from launchers.slurm.record import EXCLUDE_SECONDS, RunRecord
 from launchers.slurm.status import job_status
 from launchers.slurm.submit import submit
 

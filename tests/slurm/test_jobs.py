@@ -19,7 +19,7 @@ import pytest
 from calm_scale.config import RunConfig, to_yaml
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.stages.sweep import plan_sweep
-from launchers.slurm.cancel import cancel
+from launchers.slurm.queue import cancel
 from launchers.slurm.record import Attempt, RunRecord
 from launchers.slurm.status import job_status
 from launchers.slurm.submit import Submission, submit

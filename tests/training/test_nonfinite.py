@@ -15,7 +15,7 @@ from calm_scale.checkpoint.judge import inventory
 from calm_scale.checkpoint.status import stage_status
 from calm_scale.config.errors import EXIT_NONFINITE, EXIT_REQUEUE
 from calm_scale.record import ledger
-from calm_scale.runtime.signals import StopSignals
+from calm_scale.runtime.departure import StopSignals
 from calm_scale.runtime.world import World
 from calm_scale.training.nonfinite import NonFiniteError
 

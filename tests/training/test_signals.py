@@ -13,7 +13,7 @@ import pytest
 from calm_scale.checkpoint.judge import inventory
 from calm_scale.config.errors import EXIT_REQUEUE
 from calm_scale.record.metrics import read_metrics
-from calm_scale.runtime.signals import StopSignals
+from calm_scale.runtime.departure import StopSignals
 from calm_scale.runtime.world import World
 
 ALL = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]

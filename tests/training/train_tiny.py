@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from calm_scale.runtime.signals import StopSignals
+from calm_scale.runtime.departure import StopSignals
 
 if __name__ == "__main__":
     stop = StopSignals().install()

@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from calm_scale.runtime.noise import PositionNoise
-from calm_scale.runtime.streams import Randomness
+from calm_scale.runtime.noise import PositionNoise, Randomness
 
 
 class GenerativeHead(nn.Module, ABC):

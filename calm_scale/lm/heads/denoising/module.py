@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from calm_scale.lm.heads.base import GenerativeHead, init_linears, linear_fp32
-from calm_scale.runtime.noise import PositionNoise
-from calm_scale.runtime.streams import Randomness, normal
+from calm_scale.runtime.noise import PositionNoise, Randomness, normal
 
 _NORM_EPS = 1e-6
 _FREQUENCIES = 256

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from calm_scale.lm.energy_score import Backend, energy_score
 from calm_scale.lm.heads.base import GenerativeHead, init_linears, linear_fp32
-from calm_scale.runtime.noise import PositionNoise
-from calm_scale.runtime.streams import Randomness, uniform
+from calm_scale.runtime.noise import PositionNoise, Randomness, uniform
 
 _NORM_EPS = 1e-6
 

@@ -1,17 +1,21 @@
-"""The file list of a checkpoint: sizes and checksums, and a checksum of the list itself."""
+"""The files of a checkpoints folder: their names, sizes and checksums, and how they are put on the disk."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import xxhash
 
 from calm_scale.checkpoint.errors import CheckpointError
-from calm_scale.checkpoint.files import checksum, write_json
-from calm_scale.checkpoint.layout import MANIFEST
+from calm_scale.config.files import write_atomically
+from calm_scale.config.run_folder import StageFolder
 
 FORMAT_VERSION = 1
 
@@ -118,3 +122,79 @@ def share_by_size(files: Iterable[FileEntry], rank: int, world_size: int) -> tup
 
 def _seal(entries: object) -> str:
     return xxhash.xxh3_64(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+_BLOCK = 8 << 20
+
+
+def checksum(path: Path, sync: bool = False) -> str:
+    """xxh3-64 of a file, hexadecimal; with ``sync`` the file is flushed to the disk while it is read."""
+    digest = xxhash.xxh3_64()
+    block = bytearray(_BLOCK)
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "fsync") as pool:
+        flushing = pool.submit(os.fsync, file.fileno()) if sync else None
+        while count := file.readinto(block):
+            digest.update(view[:count])
+        if flushing is not None:
+            flushing.result()
+    return digest.hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all, and durable: temporary file, fsync, rename, fsync of the folder."""
+    write_atomically(path, text)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As ``write_text``, readable JSON."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n")
+
+
+CARD = "card.json"
+MANIFEST = "manifest.json"
+SUSPECT = "suspect.json"
+SHARDS = "shards"
+LATEST = "latest"
+TMP = ".tmp"
+DELETING = ".deleting"
+
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+def folder_name(step: int) -> str:
+    """``step_00000100``. The number, not the text, is what gets compared."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a committed folder's name; None for everything else."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def step_folders(root: Path) -> list[tuple[int, Path]]:
+    """Folders with a committed name, lowest step first."""
+    found = [(step_of(path.name), path) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return sorted((step, path) for step, path in found if step is not None)
+
+
+def unfinished(root: Path) -> list[Path]:
+    """``step_*.tmp`` folders: saves that never got committed."""
+    return sorted(path for path in root.glob(f"step_*{TMP}") if path.is_dir()) if root.is_dir() else []
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """The checkpoints folder for a stage's folder or for itself."""
+    inner = StageFolder(path).checkpoints
+    return inner if inner.is_dir() else path

@@ -1,8 +1,11 @@
-"""`deterministic: true`: kernels that add in a fixed order, so that the same step gives the same bits on a GPU too."""
+"""Settings of torch for the whole process: the number of CPU threads, and deterministic kernels."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+from launchers.process import cores_per_rank
 
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -28,3 +31,11 @@ def set_deterministic(wanted: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def threads_per_rank(local_world_size: int, env: Mapping[str, str] | None = None) -> int:
+    """Threads for one of ``local_world_size`` ranks on this node: its cores, or ``OMP_NUM_THREADS`` if fewer."""
+    env = os.environ if env is None else env
+    cores = cores_per_rank(local_world_size, env)
+    asked = env.get("OMP_NUM_THREADS", "")
+    return min(cores, int(asked)) if asked.isdigit() and int(asked) > 0 else cores
