@@ -10,7 +10,6 @@ from calm_scale.accounting.activations import FP32, element
 from calm_scale.accounting.components import Component, parameters_of
 from calm_scale.accounting.model_components import autoencoder_components, is_autoregressive
 from calm_scale.accounting.placement import StageParameters, stage_parameters
-from calm_scale.config.errors import ConfigError
 from calm_scale.config.lm import EnergyHeadConfig
 from calm_scale.config.run import RunConfig
 
@@ -70,9 +69,7 @@ def autoencoder(config: RunConfig, world_size: int) -> list[Traffic]:
     ZeRO 0 and 1 reduce the gradients once a step, 2 and 3 after every micro-batch; 1 and 2 gather the updated
     weights. ZeRO 3 gathers its large weights once for every micro-batch and its small ones after the update.
     """
-    stage = config.autoencoder
-    if stage is None:
-        raise ConfigError(f"run '{config.name}' has no `autoencoder` section: nothing to train")
+    stage = config.require_autoencoder()
     if world_size == 1:
         return []
     components = autoencoder_components(config)

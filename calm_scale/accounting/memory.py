@@ -10,7 +10,6 @@ from calm_scale.accounting.activations import FP32, Kernels, element
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.model_components import autoencoder_components, model_of
 from calm_scale.accounting.placement import StageParameters, stage_parameters
-from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
 
 ADAM_STATES = 2
@@ -68,9 +67,7 @@ def autoencoder(config: RunConfig, world_size: int, *, kernels: Kernels = "fused
     ZeRO 1 to 3 keep a second, partitioned copy of the weights for the optimizer. ZeRO 3 gathers weights and, at
     DeepSpeed's reuse distance of 10⁹ parameters, holds a model of this size whole until its backward pass ends.
     """
-    stage = config.autoencoder
-    if stage is None:
-        raise ConfigError(f"run '{config.name}' has no `autoencoder` section: nothing to train")
+    stage = config.require_autoencoder()
     count, zero = parameters_of(autoencoder_components(config)), stage.zero.stage
     share = FP32 * count / world_size
     mixed = stage.training.precision == "bf16"

@@ -140,8 +140,8 @@ def with_interval(
     config: RunConfig, stage: Stage, *, ranks: int, nodes: int, chip: Device | None
 ) -> RunConfig:
     """The run with ``checkpoint.interval: auto`` of a stage replaced by its number."""
-    section = getattr(config, stage)
-    checkpoint = config.require_stage(stage).training.checkpoint
+    section = config.require_stage(stage)
+    checkpoint = section.training.checkpoint
     if checkpoint.interval != "auto":
         return config
     steps = UNESTIMATED_STEPS

@@ -37,7 +37,6 @@ from calm_scale.accounting.model_components import (
 )
 from calm_scale.accounting.placement import StageParameters, stage_parameters
 from calm_scale.accounting.report.document import seconds_text
-from calm_scale.config.errors import ConfigError
 from calm_scale.config.run import RunConfig
 from calm_scale.config.run_folder import Stage
 
@@ -139,9 +138,7 @@ def autoencoder_step_seconds(
     config: RunConfig, world_size: int, device: Device, gpus_per_node: int, software: Software = OURS
 ) -> float:
     """Estimated seconds of one step of the autoencoder: kernels, fp32 collectives that nothing hides, the update."""
-    stage = config.autoencoder
-    if stage is None:
-        raise ConfigError(f"run '{config.name}' has no `autoencoder` section: nothing to train")
+    stage = config.require_autoencoder()
     at = rates(device, software)
     kernels = autoencoder_seconds(config, stage, at).times(stage.training.accumulation(world_size))
     traffic = autoencoder(config, world_size)

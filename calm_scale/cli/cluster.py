@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calm_scale.cli.options import ConfigFile, Overrides, RunFolder, user_path
+from calm_scale.cli.options import ConfigFile, Overrides, RunArgument, user_path
 from calm_scale.config import load
 
 
@@ -67,7 +67,7 @@ def submit(
 
 
 def status(
-    run: RunFolder, watch: Annotated[bool, typer.Option("--watch", help="Refresh every 10 s.")] = False
+    run: RunArgument, watch: Annotated[bool, typer.Option("--watch", help="Refresh every 10 s.")] = False
 ) -> None:
     """State, step, speed, ETA, restarts, last verified checkpoint: from disk, and from squeue where there is one."""
     from calm_scale.stages.status import show_status
@@ -75,7 +75,7 @@ def status(
     raise typer.Exit(show_status(run, watch))
 
 
-def cancel(run: RunFolder) -> None:
+def cancel(run: RunArgument) -> None:
     """Stop a run's jobs after they have saved a checkpoint."""
     from calm_scale.stages.submit import cancel_run
 

@@ -73,7 +73,7 @@ def with_device(overrides: list[str] | None, device: str | None) -> list[str]:
     return [*(overrides or ()), *([f"device={device}"] if device else [])]
 
 
-RunFolder = Annotated[
+RunArgument = Annotated[
     Path,
     typer.Argument(
         metavar="RUN", help="A run's folder (its `workdir`).", show_default=False, parser=user_path

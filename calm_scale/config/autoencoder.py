@@ -141,6 +141,20 @@ class AutoencoderStage(Section):
         return self
 
     @property
+    def replica_ranks(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return 1
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks of the whole layout; None where it leaves the number of replicas open."""
+        return self.zero.data
+
+    def micro_batches(self, data_parallel: int) -> int:
+        """Micro-batches per rank and step; raises ConfigError where the batch does not divide."""
+        return self.training.accumulation(data_parallel)
+
+    @property
     def sample_patches(self) -> int:
         """Patches of one training sample."""
         return self.patches

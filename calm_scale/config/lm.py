@@ -289,6 +289,16 @@ class LMStage(Section):
         return getattr(self.head, "num_blocks", None) or max(1, self.backbone.num_layers // 4)
 
     @property
+    def replica_ranks(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.parallel.model_parallel
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks of the whole layout; None where it leaves the number of replicas open."""
+        return None if self.parallel.data is None else self.replica_ranks * self.parallel.data
+
+    @property
     def sample_patches(self) -> int:
         """Patches of one training sample."""
         return self.backbone.positions

@@ -27,7 +27,6 @@ from calm_scale.interop.files import (
 )
 from calm_scale.interop.origin import Stored
 from calm_scale.interop.slots import EMBEDDING, HEAD, HEAD_ALIAS, Slot, published_shapes, slots_of
-from calm_scale.lm.build import language_model_stage
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.pieces import pieces_of
 from calm_scale.lm.sharded import MODEL_PREFIX, stored_shapes, write_shards
@@ -70,7 +69,7 @@ class PublishedLanguageModel:
         self.run: RunConfig = settings.published_run(
             raw, raw_autoencoder, name, vocab_size, (folder, autoencoder_folder), **fields
         )
-        stage = language_model_stage(self.run)
+        stage = self.run.require_lm()
         check_depth(self.files, stage.backbone.num_layers + stage.num_blocks)
         self.slots = slots_of(stage)
         self._slot_of = {slot.key: slot for slot in self.slots}
@@ -213,7 +212,7 @@ def export_language_model(
             given back.
     """
     rows = vocab_size or run.vocab_size
-    slots = slots_of(language_model_stage(run))
+    slots = slots_of(run.require_lm())
     if stored is None:
         dtype = str(whole(slots[0].key).dtype).removeprefix("torch.")
         settings.write(settings.language_model_config(run, rows, ae_path, special_ids, dtype), folder)

@@ -16,7 +16,6 @@ import torch
 from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig, LMStage
 from calm_scale.config.run import RunConfig
 from calm_scale.interop.files import InteropError, Shape
-from calm_scale.lm.build import language_model_stage
 from calm_scale.lm.heads import build_head
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def published_shapes(run: RunConfig, stored_vocab_size: int) -> dict[str, Shape]
     Raises:
         InteropError: sizes that no tensor can have.
     """
-    stage = language_model_stage(run)
+    stage = run.require_lm()
     backbone = stage.backbone
     d, f, k = backbone.hidden_size, backbone.ffn_size, run.patch_size
     shared = backbone.query_groups * backbone.head_dim

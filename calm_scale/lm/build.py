@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from calm_scale.accounting.placement import balance
-from calm_scale.config import ConfigError, RunConfig
+from calm_scale.config import RunConfig
 from calm_scale.config.lm import LMStage
 from calm_scale.lm.heads import EnergyHead, GenerativeHead, build_head
 from calm_scale.lm.heads.energy.module import split_energy_head
@@ -45,17 +45,6 @@ def _fill(piece: Piece, seed: int, init_std: float) -> None:
     target.copy_(piece.cut(whole))
 
 
-def language_model_stage(run: RunConfig) -> LMStage:
-    """The run's language-model section.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if run.lm is None:
-        raise ConfigError("the run has no `lm` section: nothing says what language model to build")
-    return run.lm
-
-
 def build_models(
     run: RunConfig, layout: Layout, precision: Precision | None = None, *, for_inference: bool = False
 ) -> list[CalmModel]:
@@ -65,7 +54,7 @@ def build_models(
     """
     from megatron.core import parallel_state
 
-    stage = language_model_stage(run)
+    stage = run.require_lm()
     precision = precision or stage.training.precision
     stages = balance(run) if stage.parallel.pipeline > 1 else None
     config = transformer_config(stage.backbone, stage.parallel, precision, stages, layout.device)

@@ -11,7 +11,7 @@ from torch import nn
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm.backbone import LayerCache, attached, core_attentions
-from calm_scale.lm.build import build_models, language_model_stage
+from calm_scale.lm.build import build_models
 from calm_scale.lm.heads import GenerativeHead
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.sharded import read_weights
@@ -82,7 +82,7 @@ class MegatronPatchModel:
         self.patch_size = run.patch_size
         self.vocab_size = run.vocab_size
         self.device = next(model.parameters()).device
-        stage = language_model_stage(run)
+        stage = run.require_lm()
         self._backbone, self._tensor_size = stage.backbone, stage.parallel.tensor
         self._model = model.eval()
         self._codec = codec
@@ -208,7 +208,7 @@ def load_patch_model(
 
 def inference_layout(run: RunConfig, world: Ranks, tensor: int = 1) -> tuple[RunConfig, Layout]:
     """The run with its language model whole, or split over ``tensor`` ranks, and the process groups for it."""
-    stage = language_model_stage(run).for_inference(tensor)
+    stage = run.require_lm().for_inference(tensor)
     return run.model_copy(update={"lm": stage}), initialize(stage.parallel, world)
 
 

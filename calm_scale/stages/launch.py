@@ -12,10 +12,8 @@ from launchers.local import launch
 
 def default_ranks(config: RunConfig, stage: Stage) -> int:
     """Ranks the layout names: DP for the autoencoder, TP × PP × DP for the language model."""
-    if stage == Stage.AUTOENCODER:
-        return config.require_autoencoder().zero.data or 1
-    parallel = config.require_lm().parallel
-    return parallel.model_parallel * (parallel.data or 1)
+    section = config.require_stage(stage)
+    return section.num_ranks or section.replica_ranks
 
 
 def spawn_split(config: RunConfig, tensor: int) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.cluster import ClusterConfig, StageResources
+from calm_scale.config.lm import LMStage
 from calm_scale.config.run_folder import Stage
 from calm_scale.config.terminal import counted
 
@@ -81,11 +82,10 @@ def _counts(
         return resources.nodes or 1, resources.tasks_per_node or cluster.cpus_per_node
     if stage == Stage.EVAL:
         return _evaluators(config, cluster, resources)
-    world = _world(config, stage)
-    replica = config.lm.parallel.model_parallel if stage == Stage.LM and config.lm is not None else 1
-    nodes, tasks = _placed(world, replica, cluster, stage, resources)
+    section = config.require_stage(stage)
+    nodes, tasks = _placed(section.num_ranks, section.replica_ranks, cluster, stage, resources)
     _check_layout(config, stage, nodes * tasks)
-    tensor = config.lm.parallel.tensor if stage == Stage.LM and config.lm is not None else 1
+    tensor = section.parallel.tensor if isinstance(section, LMStage) else 1
     if cluster.gpus_per_node and nodes > 1 and tasks % tensor:
         fits = [size for size in range(1, tasks + 1) if tasks % size == 0]
         raise ConfigError(
@@ -102,8 +102,7 @@ def _evaluators(config: RunConfig, cluster: ClusterConfig, resources: StageResou
         ConfigError: the model does not split so, or a node's tasks do not hold whole models.
     """
     tensor = config.evaluation.tensor_parallel
-    if config.lm is not None:
-        config.lm.for_inference(tensor)
+    config.require_lm().for_inference(tensor)
     nodes, tasks = resources.nodes or 1, resources.tasks_per_node or tensor
     if tasks % tensor:
         raise ConfigError(
@@ -111,15 +110,6 @@ def _evaluators(config: RunConfig, cluster: ClusterConfig, resources: StageResou
             f"stages.eval.tasks_per_node of {cluster.name} to a multiple of {tensor}"
         )
     return nodes, tasks
-
-
-def _world(config: RunConfig, stage: Stage) -> int | None:
-    """Ranks the run's layout names; None when its data-parallel size is left to the cluster."""
-    if stage == Stage.AUTOENCODER and config.autoencoder is not None:
-        return config.autoencoder.zero.data
-    if config.lm is not None and config.lm.parallel.data is not None:
-        return config.lm.parallel.model_parallel * config.lm.parallel.data
-    return None
 
 
 def _placed(
@@ -146,19 +136,16 @@ def _placed(
 
 
 def _check_layout(config: RunConfig, stage: Stage, world: int) -> None:
-    lm = config.lm
-    replica = lm.parallel.model_parallel if stage == Stage.LM and lm is not None else 1
-    if lm is not None and world % replica:
-        low = max(1, world // replica) * replica
+    section = config.require_stage(stage)
+    replica = section.replica_ranks
+    if world % replica:
+        low, parallel = max(1, world // replica) * replica, config.require_lm().parallel
         raise ConfigError(
-            f"lm: {world} ranks do not hold whole replicas of tensor {lm.parallel.tensor} × pipeline "
-            f"{lm.parallel.pipeline} = {replica}; the nearest world sizes are {low} and {low + replica}"
+            f"lm: {world} ranks do not hold whole replicas of tensor {parallel.tensor} × pipeline "
+            f"{parallel.pipeline} = {replica}; the nearest world sizes are {low} and {low + replica}"
         )
     try:
-        if stage == Stage.LM and lm is not None:
-            lm.micro_batches(world // replica)
-        elif stage == Stage.AUTOENCODER and config.autoencoder is not None:
-            config.autoencoder.training.accumulation(world)
+        section.micro_batches(world // replica)
     except ValueError as error:
         raise ConfigError(f"{stage}: {error}") from None
 

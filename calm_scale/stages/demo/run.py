@@ -11,7 +11,7 @@ from rich.rule import Rule
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import EXIT_OK, EXIT_REQUEUE
-from calm_scale.config.run_folder import StageFolder
+from calm_scale.config.run_folder import RunFolder, Stage
 from calm_scale.record.metrics import highest_step
 from calm_scale.stages.demo.commands import (
     FIRST_LAYOUT,
@@ -88,18 +88,16 @@ class _Demo:
 
     def language_model(self) -> None:
         """Train in one layout, stop half way as a time limit would, go on in another layout."""
-        if self.config.lm is None:
-            raise DemoError("the demo's document has no `lm` section")
-        half = self.config.lm.training.steps // 2
-        lm = self.folder.run / "lm"
+        half = self.config.require_lm().training.steps // 2
+        lm = RunFolder(self.folder.run).stage(Stage.LM)
         self._title("4 · CALM on Megatron-core: tensor parallel 2, stopped half way")
-        code = self._run(self._train_lm(FIRST_LAYOUT), stop_at=(StageFolder(lm).metrics, half))
+        code = self._run(self._train_lm(FIRST_LAYOUT), stop_at=(lm.metrics, half))
         if code != EXIT_REQUEUE:
             raise DemoError("the job was told to stop half way, but ran to its end")
-        self.layouts.append(newest_layout(StageFolder(lm).checkpoints))
+        self.layouts.append(newest_layout(lm.checkpoints))
         self._title("5 · resumed from the sharded checkpoint as pipeline parallel 2")
         self._run(self._train_lm(SECOND_LAYOUT))
-        self.layouts.append(newest_layout(StageFolder(lm).checkpoints))
+        self.layouts.append(newest_layout(lm.checkpoints))
 
     def evaluate(self) -> None:
         """BrierLM on the held-out documents."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from calm_scale.autoencoder.model import Autoencoder, FrozenAutoencoder
 from calm_scale.config import ConfigError, RunConfig
-from calm_scale.lm.build import build_models, language_model_stage
+from calm_scale.lm.build import build_models
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.sharded import Staging, write_shards
 from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets, position_weights
@@ -60,7 +60,7 @@ class MegatronEngine:
     def __init__(
         self, run: RunConfig, world: Ranks, codec: LatentCodec | None, pad_id: int | None = None
     ) -> None:
-        stage = language_model_stage(run)
+        stage = run.require_lm()
         self._run, self._pad_id = run, pad_id
         self._codec = FrozenAutoencoder(codec) if isinstance(codec, Autoencoder) else codec
         self.layout: Layout = initialize(stage.parallel, world)
@@ -221,7 +221,7 @@ class MegatronEngine:
         self.steps = load_training_state(self.models, self.optimizer, self.layout, directory)
 
     def _check_replicas_if_asked(self) -> None:
-        if language_model_stage(self._run).parallel.check_replicas:
+        if self._run.require_lm().parallel.check_replicas:
             check_replicas(self.models, self.layout)
 
     def is_finite(self) -> bool:
@@ -248,7 +248,7 @@ def _connect(models: Sequence[CalmModel], chunks: Sequence[Any], layout: Layout)
 
 def _check(run: RunConfig, layout: Layout, codec: LatentCodec | None) -> None:
     """Refuse at start what would fail or hang later."""
-    stage = language_model_stage(run)
+    stage = run.require_lm()
     try:
         stage.micro_batches(layout.data_size)
     except ValueError as error:
