@@ -43,7 +43,8 @@ class Field:
     def kind(self) -> str:
         """The kind of its section, where that is one of several."""
         kind = self.section.model_fields.get("kind")
-        return str(kind.default) if kind is not None and len(get_args(kind.annotation)) == 1 else ""
+        fixed = kind is not None and len(get_args(kind.annotation)) < 2 and isinstance(kind.default, str)
+        return kind.default if kind is not None and fixed else ""
 
     @property
     def sections(self) -> list[type[Section]]:
