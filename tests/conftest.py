@@ -18,6 +18,40 @@ from calm_scale.runtime.world import World
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+TOGETHER = (
+    ("tests/slurm/test_jobs.py", "tests/slurm/test_real.py"),
+    ("tests/stages/test_whole_run.py",),
+    ("tests/lm/test_layouts.py", "tests/lm/test_resume.py"),
+)
+"""Files that one worker of pytest-xdist takes: they share a fixture that takes a minute or two. The longest first."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a whole file, or the files of ``TOGETHER``, to one worker."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return next((files[0] for files in TOGETHER if path in files), path)
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In a worker of pytest-xdist: the files of ``TOGETHER`` first, then those with several processes."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    places = {path: place for place, files in enumerate(TOGETHER) for path in files}
+
+    def place(item: pytest.Item) -> int:
+        with_ranks = item.get_closest_marker("ranks") is not None
+        return places.get(item.nodeid.partition("::")[0], len(places) + (not with_ranks))
+
+    items.sort(key=place)
+
+
 RankEnded = tuple[int, str, str]
 """Exit code, standard output and error output of one rank."""
 
