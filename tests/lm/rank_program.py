@@ -1,12 +1,16 @@
-"""Runs cases on one rank of a gloo world: ``rank_program.py CASES.json OUT RANK WORLD_SIZE``.
+"""Runs cases on one rank of several gloo worlds, one after the other: ``rank_program.py WORLDS.json OUT RANK``.
 
-A case is a run configuration and a list of actions. One process runs many cases: starting it costs more than
-running them. What an action reports is written by rank 0 to OUT/<case>.json.
+A world is a number of ranks, the first of all, and its cases; a case is a run configuration and a list of actions.
+One process runs many cases: starting it costs more than running them. What an action reports is written by rank 0
+to OUT/<case>.json.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from calm_scale.config import CalmScaleError, RunConfig
 from calm_scale.training.engine import Batch
@@ -51,22 +56,23 @@ def batch_of(engine: MegatronEngine, run: RunConfig, step: int) -> Batch:
 
 
 def main() -> None:
-    cases, out, rank, world_size = (
-        json.loads(Path(sys.argv[1]).read_text()),
-        Path(sys.argv[2]),
-        *map(int, sys.argv[3:]),
-    )
+    worlds, out, rank = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    if world_size > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{out}/rendezvous_{world_size}", rank=rank, world_size=world_size
-        )
+    for number, (world_size, cases) in enumerate(worlds):
+        if rank < world_size:
+            run_world(cases, out, f"file://{out}/rendezvous_{number}", rank, world_size)
+
+
+def run_world(cases: list[dict[str, Any]], out: Path, meeting: str, rank: int, world_size: int) -> None:
+    """Wait for the world's other ranks, which may be in an earlier world, and run its cases with them."""
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     world = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
     for case in cases:
         report = run_case(case, world, out)
         if rank == 0:
             (out / f"{case['name']}.json").write_text(json.dumps(report))
     dist.barrier()
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
@@ -141,7 +147,29 @@ def drift(engine: Any, run: RunConfig, report: dict[str, Any], out: Path, rank: 
             )
 
 
+def damage(engine: Any, run: RunConfig, report: dict[str, Any], out: Path, name: str) -> None:
+    """Copies of a checkpoint: one with a key renamed, one whose index would run code, one without an index."""
+    good = out / name
+    for copy in ("half_renamed", "half_hostile", "half_nothing"):
+        shutil.copytree(good, out / copy)
+    index = pickle.loads((good / ".metadata").read_bytes())
+    old, new = "model.decoder.final_layernorm.weight", "model.decoder.final_norm.weight"
+    index.state_dict_metadata[new] = index.state_dict_metadata.pop(old)
+    (out / "half_renamed" / ".metadata").write_bytes(pickle.dumps(index))
+    index.planner_data = Hostile()
+    hostile = io.BytesIO()
+    pickle.dump(index, hostile)
+    (out / "half_hostile" / ".metadata").write_bytes(hostile.getvalue())
+    (out / "half_nothing" / ".metadata").unlink()
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (print, ("code ran while loading",))
+
+
 ACTIONS = {
+    "damage": damage,
     "train": train,
     "save": save,
     "save_async": save_async,
