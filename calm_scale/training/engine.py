@@ -1,4 +1,4 @@
-"""What the loop and an engine say to each other. Two engines exist: DeepSpeed ZeRO and Megatron-core."""
+"""What the loop and an engine say to each other, and what both engines use: DeepSpeed ZeRO and Megatron-core."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,13 @@ class Engine(Protocol):
     def is_finite(self) -> bool:
         """Every parameter on every rank is finite; the same answer on every rank."""
         ...
+
+
+def all_agree(ok: bool, device: torch.device) -> bool:
+    """Whether every rank says yes."""
+    flag = torch.tensor([1.0 if ok else 0.0], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item() > 0)
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:

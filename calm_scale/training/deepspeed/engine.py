@@ -26,7 +26,7 @@ from calm_scale.runtime.noise import PositionNoise
 from calm_scale.runtime.world import World
 from calm_scale.training.deepspeed.setup import build_optimizer, deepspeed_config
 from calm_scale.training.deepspeed.state import ZeroState
-from calm_scale.training.engine import Batch, StepResult
+from calm_scale.training.engine import Batch, StepResult, all_agree
 
 
 class DeepSpeedEngine:
@@ -145,9 +145,7 @@ class DeepSpeedEngine:
     def is_finite(self) -> bool:
         """Every fp32 weight on every rank is finite; the same answer on every rank."""
         ok = all(bool(torch.isfinite(partition).all()) for partition in self._state.partitions)
-        flag = torch.tensor([float(ok)], device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag.item())
+        return all_agree(ok, self._device)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The whole fp32 weights by published name, for an export; every rank calls, every rank gets them."""

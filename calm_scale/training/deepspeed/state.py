@@ -69,20 +69,20 @@ class ZeroState:
         self._parameters = dict(parameters)
         self._shapes = dict(shapes)
         self._stage: int = engine.zero_optimization_stage()
-        self._integer_step = integer_step
         self.partitions = self._fp32_partitions()
         for partition in self.partitions:
             moments = {kind: torch.zeros_like(partition) for kind in KINDS[1:]}
-            engine.basic_optimizer.state[partition] = {"step": self._no_steps(partition), **moments}
-        self._link_moments()
+            steps = 0 if integer_step else no_steps(engine.basic_optimizer, partition)
+            engine.basic_optimizer.state[partition] = {"step": steps, **moments}
+        if self._stage in (
+            1,
+            2,
+        ):  # every parameter finds its slice of the moments; DeepSpeed does so at its first step
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def weight(self, name: str) -> torch.Tensor:
         """The whole fp32 weight; every rank calls, every rank gets it."""
         return self._get(self._parameters[name], "weight")
-
-    def set_optimizer_steps(self, count: int) -> None:
-        """The number of applied updates, which Adam's bias correction needs."""
-        set_step_count(self._engine.basic_optimizer, count)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """This rank's share of the state as host copies, ``"<parameter>/<kind>"``; every rank calls."""
@@ -130,7 +130,7 @@ class ZeroState:
             for name, parameter in self._parameters.items():
                 for kind in KINDS:
                     self._set(parameter, kind, readers[name].get_tensor(f"{name}/{kind}"))
-        self.set_optimizer_steps(index.optimizer_steps)
+        set_step_count(self._engine.basic_optimizer, index.optimizer_steps)
         return index.optimizer_steps
 
     def _check_shapes(self, index: StateIndex, directory: Path) -> None:
@@ -161,14 +161,6 @@ class ZeroState:
         optimizer = self._engine.optimizer
         flat = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         return list(getattr(optimizer, flat))
-
-    def _link_moments(self) -> None:
-        """Let stages 1 and 2 find every parameter's slice of the moments (DeepSpeed does so at its first step)."""
-        if self._stage in (1, 2):
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _no_steps(self, partition: torch.Tensor) -> int | torch.Tensor:
-        return 0 if self._integer_step else no_steps(self._engine.basic_optimizer, partition)
 
     def _get(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

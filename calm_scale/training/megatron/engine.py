@@ -22,10 +22,9 @@ from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets
 from calm_scale.runtime.megatron import Layout, Ranks, initialize
 from calm_scale.runtime.noise import Namespace
 from calm_scale.runtime.world import COLLECTIVE_SECONDS
-from calm_scale.training.engine import Batch, StepResult
+from calm_scale.training.engine import Batch, StepResult, all_agree
 from calm_scale.training.megatron.optimizer import (
     MegatronOptimizer,
-    all_agree,
     check_replicas,
     finalize_gradients,
     wrap_data_parallel,
@@ -33,7 +32,6 @@ from calm_scale.training.megatron.optimizer import (
 from calm_scale.training.megatron.state import (
     load_training_state,
     plain_values,
-    save_training_state,
     snapshot,
 )
 
@@ -74,7 +72,6 @@ class MegatronEngine:
             self.chunks,
             stage.training.optimizer,
             stage.training.precision,
-            self.layout,
             distributed_optimizer=shards_optimizer,
         )
         _connect(self.models, self.chunks, self.layout)
@@ -197,7 +194,7 @@ class MegatronEngine:
     def save(self, directory: Path) -> None:
         """Write this rank's shards of weights and optimizer state."""
         self._check_replicas_if_asked()
-        save_training_state(self.models, self.optimizer, self.steps, self.layout, directory)
+        write_shards(snapshot(self.models, self.optimizer, self.layout), plain_values(self.steps), directory)
 
     def save_async(self, directory: Path) -> Future[None]:
         """Copy this rank's shards now and write the copy in the background. Every rank calls it.

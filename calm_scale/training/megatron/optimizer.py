@@ -43,7 +43,6 @@ class MegatronOptimizer:
 
     inner: Any
     config: OptimizerConfig
-    layout: Layout
     chunks: Sequence[Any]
 
     @classmethod
@@ -52,7 +51,6 @@ class MegatronOptimizer:
         chunks: Sequence[Any],
         config: OptimizerConfig,
         precision: Precision,
-        layout: Layout,
         *,
         distributed_optimizer: bool,
     ) -> MegatronOptimizer:
@@ -73,7 +71,7 @@ class MegatronOptimizer:
             clip_grad=config.clip_norm,
         )
         inner = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
-        return cls(inner, config, layout, chunks)
+        return cls(inner, config, chunks)
 
     def zero_grad(self) -> None:
         """Empty the gradient buffers."""
@@ -120,13 +118,6 @@ def finalize_gradients(layout: Layout) -> Any:
         sum_position_parallel_gradients(parameters, layout.tensor_group)
 
     return finalize
-
-
-def all_agree(ok: bool, device: torch.device) -> bool:
-    """Whether every rank says yes."""
-    flag = torch.tensor([1.0 if ok else 0.0], device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item() > 0)
 
 
 class ReplicaMismatchError(CalmScaleError):

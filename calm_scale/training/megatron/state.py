@@ -9,7 +9,6 @@ rank ever holds more than its share of the whole state.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import nn
 from calm_scale.config import CalmScaleError
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.pieces import Piece, pieces_of
-from calm_scale.lm.sharded import model_shard, read_shards, write_shards
+from calm_scale.lm.sharded import model_shard, read_shards
 from calm_scale.runtime.megatron import Layout
 from calm_scale.training.engine import no_steps, set_step_count
 from calm_scale.training.megatron.optimizer import MegatronOptimizer
@@ -32,13 +31,6 @@ FORMAT = 1
 
 class UnknownFormatError(CalmScaleError):
     """The checkpoint was written by a newer or foreign version."""
-
-
-def save_training_state(
-    models: Sequence[CalmModel], optimizer: MegatronOptimizer, steps: int, layout: Layout, directory: Path
-) -> None:
-    """Write weights, moments and master weights. Every rank calls it."""
-    write_shards(snapshot(models, optimizer, layout), plain_values(steps), directory)
 
 
 def plain_values(steps: int) -> dict[str, int]:
@@ -51,7 +43,7 @@ def snapshot(models: Sequence[CalmModel], optimizer: MegatronOptimizer, layout: 
 
     Where it can, the live tensors: copy or write them before the next update.
     """
-    moments = Moments.of(optimizer.inner)
+    moments = Moments(optimizer.inner)
     shards: list[Any] = []
     for owner, parameter, pieces in _by_parameter(models, layout):
         is_main = owner == layout.data_rank
@@ -66,7 +58,7 @@ def load_training_state(
     models: Sequence[CalmModel], optimizer: MegatronOptimizer, layout: Layout, directory: Path
 ) -> int:
     """Read weights and optimizer state in place; returns the number of optimizer steps. Every rank calls it."""
-    moments = Moments.of(optimizer.inner)
+    moments = Moments(optimizer.inner)
     shards: list[Any] = []
     received: list[tuple[int, torch.nn.Parameter, torch.Tensor]] = []
     for owner, parameter, pieces in _by_parameter(models, layout):
@@ -120,39 +112,20 @@ class _Slot:
     stop: int
 
 
-class Moments(ABC):
-    """Reads and writes the optimizer's tensors of one parameter at a time.
+class Moments:
+    """Reads and writes the tensors of Megatron's (single) optimizer, one parameter at a time.
 
     Attributes:
         names: what is kept of each parameter: the two moments and, for a low-precision model, ``master``.
     """
 
-    def __init__(self, megatron: Any, *, has_master: bool) -> None:
-        self._megatron = megatron
-        self._state = megatron.optimizer.state if megatron.optimizer is not None else {}
-        self.names = (*MOMENTS, "master") if has_master else MOMENTS
-
-    @staticmethod
-    def of(chained: Any) -> Moments:
-        """The view of Megatron's (single) optimizer."""
+    def __init__(self, chained: Any) -> None:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-        from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-        (megatron,) = chained.chained_optimizers
-        if isinstance(megatron, DistributedOptimizer):
-            return _Sliced(megatron, has_master=megatron.config.bf16)
-        if isinstance(megatron, Float16OptimizerWithFloat16Params):
-            return _Whole(megatron, has_master=True)
-        return _Whole(megatron, has_master=False)
-
-    @abstractmethod
-    def slot(self, parameter: nn.Parameter) -> _Slot | None:
-        """This rank's part of a parameter; None when it holds nothing of it."""
-
-    @property
-    @abstractmethod
-    def is_sliced(self) -> bool:
-        """Whether data-parallel ranks hold different parts."""
+        (self._megatron,) = chained.chained_optimizers
+        self._is_sliced = isinstance(self._megatron, DistributedOptimizer)
+        self._state = self._megatron.optimizer.state if self._megatron.optimizer is not None else {}
+        self.names = (*MOMENTS, "master") if self._megatron.config.bf16 else MOMENTS
 
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter, owner: int, layout: Layout) -> Sequence[torch.Tensor]:
@@ -161,15 +134,15 @@ class Moments(ABC):
         The live tensors themselves where they are whole and on the CPU: copy them before the next update, or write
         them before it. Collective over the data-parallel group; what other ranks get is meaningless.
         """
-        slot = self.slot(parameter)
-        if not self.is_sliced:
+        slot = self._slot(parameter)
+        if not self._is_sliced:
             live = owner == layout.data_rank and slot is not None
             return [tensor.reshape(-1).cpu() for tensor in self._tensors(slot)] if live and slot else []
         whole = torch.zeros(len(self.names), parameter.numel(), device=parameter.device)
         if slot is not None:
             for row, tensor in zip(whole, self._tensors(slot), strict=True):
                 row[slot.start : slot.stop] = tensor.reshape(-1)
-        if self.is_sliced and layout.data_size > 1:
+        if layout.data_size > 1:
             dist.reduce(whole, dist.get_global_rank(layout.data_group, owner), group=layout.data_group)
         return list(whole.cpu())
 
@@ -182,7 +155,7 @@ class Moments(ABC):
             else:
                 whole = torch.empty(len(self.names), parameter.numel(), device=parameter.device)
             dist.broadcast(whole, dist.get_global_rank(layout.data_group, owner), group=layout.data_group)
-        slot = self.slot(parameter)
+        slot = self._slot(parameter)
         if slot is None:
             return
         for row, tensor in zip(whole, self._tensors(slot), strict=True):
@@ -193,37 +166,10 @@ class Moments(ABC):
         if self._megatron.optimizer is not None:
             set_step_count(self._megatron.optimizer, steps)
 
-    def _tensors(self, slot: _Slot) -> list[torch.Tensor]:
-        self._ensure_state(slot.main)
-        state = self._state[slot.main]
-        tensors = [state[name] for name in MOMENTS]
-        return [*tensors, slot.main] if "master" in self.names else tensors
-
-    def _ensure_state(self, main: torch.Tensor) -> None:
-        """Create zero moments, and torch's count of updates, where no update was made yet."""
-        state = self._state[main]
-        if "exp_avg" not in state:
-            state["step"] = no_steps(self._megatron.optimizer, main)
-            for name in MOMENTS:
-                state[name] = torch.zeros_like(main, memory_format=torch.preserve_format)
-
-
-class _Whole(Moments):
-    """Every data-parallel rank holds the same, complete state."""
-
-    is_sliced = False
-
-    def slot(self, parameter: nn.Parameter) -> _Slot | None:
-        main = getattr(parameter, "main_param", parameter)
-        return _Slot(main, 0, parameter.numel())
-
-
-class _Sliced(Moments):
-    """Megatron's distributed optimizer: flat slices over the data-parallel ranks."""
-
-    is_sliced = True
-
-    def slot(self, parameter: nn.Parameter) -> _Slot | None:
+    def _slot(self, parameter: nn.Parameter) -> _Slot | None:
+        """This rank's part of a parameter; None when it holds nothing of it."""
+        if not self._is_sliced:  # every data-parallel rank holds the same, complete state
+            return _Slot(getattr(parameter, "main_param", parameter), 0, parameter.numel())
         index = self._megatron.model_param_group_index_map.get(parameter)
         if index is None:
             return None
@@ -231,3 +177,13 @@ class _Sliced(Moments):
         main = self._megatron.optimizer.param_groups[group]["params"][order]
         held = self._megatron._get_model_param_range_map(parameter)["param"]
         return _Slot(main, held.start, held.end)
+
+    def _tensors(self, slot: _Slot) -> list[torch.Tensor]:
+        """By ``names``; zero moments, and torch's count of updates, are created where no update was made yet."""
+        state = self._state[slot.main]
+        if "exp_avg" not in state:
+            state["step"] = no_steps(self._megatron.optimizer, slot.main)
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(slot.main, memory_format=torch.preserve_format)
+        tensors = [state[name] for name in MOMENTS]
+        return [*tensors, slot.main] if "master" in self.names else tensors
