@@ -137,15 +137,22 @@ def open_together(
     see_alike(world, folder, lambda: _manifest_seen(folder))
     opened: list[D] = []
 
-    def look_first() -> dict[str, Any] | None:
+    def look_first() -> tuple[Any, ...] | None:
         dataset = look()
         opened.append(dataset)
-        return None if dataset is None else _described(dataset)
+        if dataset is None:
+            return None
+        manifest = dataset.manifest.model_dump(mode="json")  # plain data
+        return dataset.tokens_per_sample, dataset.partial, manifest, dataset.num_bytes
 
     told = world.on_first(look_first, patience=beat)
     if opened:
         return opened[0]
-    return None if told is None else ShardDataset(folder, **told | {"seen": _seen(*told["seen"])})  # type: ignore
+    if told is None:
+        return None  # type: ignore[return-value]
+    tokens_per_sample, partial, manifest, num_bytes = told
+    seen = (Manifest.model_validate(manifest), num_bytes)
+    return ShardDataset(folder, tokens_per_sample, partial=partial, seen=seen)
 
 
 def open_data(
@@ -171,19 +178,6 @@ def open_data(
     )
     ready = make_ready(config, data, world, beat)
     return ready, None if heldout is None else make_ready(config, heldout, world, beat)
-
-
-def _described(dataset: ShardDataset) -> dict[str, Any]:
-    """The arguments of ``ShardDataset`` after the folder, as plain data."""
-    return {
-        "tokens_per_sample": dataset.tokens_per_sample,
-        "partial": dataset.partial,
-        "seen": (dataset.manifest.model_dump(mode="json"), dataset.num_bytes),
-    }
-
-
-def _seen(manifest: dict[str, Any], num_bytes: int) -> tuple[Manifest, int]:
-    return Manifest.model_validate(manifest), num_bytes
 
 
 def _manifest_seen(folder: Path) -> set[str]:

@@ -126,7 +126,8 @@ def test_a_data_folder_that_one_rank_sees_late_is_waited_for_and_then_an_error_o
     monkeypatch.setenv(FILE_WAIT_VARIABLE, "20" if comes else "0.5")
     late = tmp_path / "late"
     if comes:
-        threading.Timer(0.5, lambda: shutil.copytree(prepared.data_dir, late)).start()
+        whole = shutil.copytree(prepared.data_dir, tmp_path / "whole")
+        threading.Timer(0.5, lambda: whole.rename(late)).start()
 
     def rank(world: World) -> None:
         opened(with_data(prepared, late if world.rank == blind else prepared.data_dir), world)
