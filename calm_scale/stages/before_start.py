@@ -1,4 +1,4 @@
-"""What a node would find in its first minute, found before: in the document, on the disk, in checkpoints. No torch."""
+"""Checks before a job starts: the document, the prepared data and the checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _changes(diff: ResumeDiff, accept: Sequence[str]) -> Table:
 
 
 def resume_refusals(config: RunConfig, stages: Sequence[str], accept: Sequence[str] = ()) -> list[str]:
-    """Why these stages would not go on from the newest checkpoints in the run's own folder."""
+    """Why these stages would not resume from the newest checkpoints in the run's own folder."""
     found = []
     for stage in TRAINED:
         entry = newest(config.folder.stage(stage).checkpoints) if stage in stages else None

@@ -75,7 +75,7 @@ def open_training_split(config: RunConfig, split: str, tokens_per_sample: int) -
     other = prepared_otherwise(config, dataset.manifest)
     if other and config.data is None:
         raise ConfigError(
-            f"{dataset.split_dir}: {'; '.join(other)}; take the document's value back, prepare again with "
+            f"{dataset.split_dir}: {'; '.join(other)}; restore the document's value, prepare again with "
             "`calm-scale prep --restart`, or name data that was prepared elsewhere in `data`"
         )
     return dataset
@@ -100,7 +100,7 @@ def prepared_otherwise(config: RunConfig, manifest: Manifest) -> list[str]:
 def as_prepared(config: RunConfig, manifest: Manifest) -> RunConfig:
     """The run with the special tokens, the BOS/EOS policy and the encoder of its shards, whatever the document says.
 
-    A model goes on from texts as it was trained on them; the shards may have been prepared elsewhere (``data``).
+    A model continues texts that are encoded as in its training; the shards may have been prepared elsewhere (``data``).
     """
     stated = manifest.provenance.get("tokenizer", {})
     settings = {name: stated[name] for name in ENCODES if name in stated}
@@ -127,7 +127,7 @@ def open_together(
     The other ranks are told what it found: each looks at the manifest's size once, and opens a shard when it reads it.
 
     Raises:
-        LateFileError: the ranks go on seeing different manifests.
+        LateFileError: the ranks still see different manifests after the wait.
         CalmScaleError: on every rank, what ``look`` raises.
     """
     from calm_scale.runtime.together import see_alike

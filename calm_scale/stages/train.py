@@ -52,7 +52,7 @@ class StageModel:
 
     Attributes:
         topology: the layout that writes the checkpoints, for their cards.
-        on_begin: called on the first rank once it is settled that there is something to train.
+        on_begin: called on the first rank before the first step, unless the run is complete or refused.
         finish: called on every rank after the training.
     """
 
@@ -64,7 +64,7 @@ class StageModel:
 
 
 def train(config: RunConfig, stage: Stage, accept: Sequence[str] = (), resume_step: int | None = None) -> int:
-    """Train a stage, or go on training it. Every rank runs this; returns the exit code.
+    """Train a stage, from its newest checkpoint if it has one. Every rank runs this; returns the exit code.
 
     ``accept``, ``resume_step``: see ``Start``.
     """
@@ -92,7 +92,7 @@ def train(config: RunConfig, stage: Stage, accept: Sequence[str] = (), resume_st
 
 
 def _with_save_interval(config: RunConfig, stage: Stage, world: World) -> tuple[RunConfig, str]:
-    """The run with the number that `checkpoint.interval: auto` stands for here, and the words for it."""
+    """The run with `checkpoint.interval: auto` resolved for this machine, and the interval in words."""
     chip = hardware.by_name(world.broadcast_object(device_name(world)))
     ranks, nodes = world.world_size, environment.facts().num_nodes
     text = saves.interval_text(config, stage, ranks=ranks, nodes=nodes, chip=chip)

@@ -1,4 +1,4 @@
-"""The checkpoints of a training as its loop goes: resumed, saved, rotated, and marked where they are suspect."""
+"""The checkpoints of a training: resuming, saving, rotating, and marking those that are suspect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Checkpointing:
         self._engine, self._store = training.engine, training.store
 
     def resume(self, start: Start) -> Found | None:
-        """Loads what the run goes on from; see ``resume``. None: it begins."""
+        """Loads the checkpoint to continue from; see ``resume``. None: the run starts at step 0."""
         training = self._training
         with self._ledger.phase("resume", "load"):
             found = resume(
@@ -133,7 +133,7 @@ def resume(
 
     Raises:
         NothingToResumeError: there are checkpoints, but none that can be used.
-        ResumeRefusedError: it is another run's, or the configuration changed in a way that needs a word.
+        ResumeRefusedError: it is another run's, or the configuration changed in a way that the caller did not accept.
     """
     found = store.newest(step)
     if found is None:

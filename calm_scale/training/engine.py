@@ -49,8 +49,8 @@ class Engine(Protocol):
 
     Attributes:
         data_rank, data_size: whose share of the global batch this rank reads.
-        place: where this rank stands, for messages, e.g. ``tensor 1, pipeline stage 0, data 2``; empty where its
-            number says it.
+        place: this rank's position in the layout, for messages, e.g. ``tensor 1, pipeline stage 0, data 2``; empty
+            where the rank's number says it.
     """
 
     data_rank: int

@@ -1,4 +1,7 @@
-"""The one training loop. It owns the step count, the schedule, logging, saves, signals, guards and the ledger."""
+"""The one training loop: step count, schedule, logging, saves, signals, guards and the ledger.
+
+``fit`` resumes and reports how the attempt ended; ``_Loop.train`` goes from step to step; ``_Loop._step`` is one step.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,18 @@ def fit(
     departure: Departure | None = None,
     on_begin: Callable[[], object] = lambda: None,
 ) -> Outcome:
-    """Trains from wherever the run stands to ``config.steps``, or to the first stop signal. Every rank calls it.
+    """Trains from the newest checkpoint (or step 0) to ``config.steps`` or the first stop signal. Every rank calls it.
 
     A run that is complete already is loaded and nothing else: no file is written.
 
     Args:
         stop: installed early by the stage, and here again: libraries put their own handlers there.
-        departure: watches over the stage and is told of an error at once; default a watchdog of this call.
-        on_begin: called on the first rank once it is settled that there is something to train, as asked.
+        departure: has the watchdog of the stage and reports an error at once; default: a watchdog for this call.
+        on_begin: called on the first rank before the first step, unless the run is complete or refused.
 
     Raises:
-        ResumeRefusedError: nothing was begun, and nothing is recorded.
-        NothingToResumeError, SaveError, NonFiniteError: after the ledger says why.
+        ResumeRefusedError: nothing was started and nothing is recorded.
+        NothingToResumeError, SaveError, NonFiniteError: the ledger has the cause.
     """
     stop.install()
     at = training.engine.place
@@ -100,7 +103,7 @@ class _Loop:
         self.pending_row: dict[str, Any] | None = None
 
     def resume(self, start: Start) -> Found | None:
-        """Loads what the run goes on from. None: it begins."""
+        """Loads the checkpoint to continue from. None: the run starts at step 0."""
         found = self.checkpoints.resume(start)
         if found is not None:
             self.counters = found.card.counters
@@ -113,8 +116,8 @@ class _Loop:
         return found.step >= self.config.steps and self.pending_row is None and not found.card.suspect
 
     def leave_as_it_is(self, found: Found) -> Outcome:
-        """The end of an attempt that had nothing to do."""
-        self.telemetry.say(f"was complete already: step {found.step}, in {self.store.root}; nothing to do")
+        """Ends an attempt of a run that is complete."""
+        self.telemetry.say(f"already complete: step {found.step}, in {self.store.root}; nothing to do")
         return Outcome(found.step, "finished", EXIT_OK, found.step, dict(found.card.metrics))
 
     def train(self, on_begin: Callable[[], object]) -> Outcome:
@@ -223,7 +226,7 @@ class _Loop:
         self.ledger.write("eval")
 
     def _asked_to_stop(self) -> bool:
-        """One word between all ranks per step: has any been told to stop, and is every background save ready?"""
+        """One reduction over all ranks per step: has any received a stop signal, and is every background save ready?"""
         with self.ledger.phase(f"agreeing after step {self.counters.steps}"):
             signal, waiting = self.world.maximum([self.stop.received, int(self.store.waiting)])
         if not waiting:
@@ -232,7 +235,7 @@ class _Loop:
         return bool(signal) or (self.stop_after is not None and self.counters.steps >= self.stop_after)
 
     def _told_to_stop(self) -> bool:
-        """Whether any rank has been."""
+        """Whether any rank has received a stop signal."""
         self.stop.received = self.world.maximum([self.stop.received])[0]
         return bool(self.stop.received)
 
@@ -275,16 +278,16 @@ class _Loop:
             )
         self.checkpoints.close(is_proven=cause == "finished" and self.data.evaluation is not None)
         self.ledger.write("stop", cause)
-        self.telemetry.say(self._last_words(cause, doubt))
+        self.telemetry.say(self._describe_end(cause, doubt))
         return Outcome(self.counters.steps, cause, exit_code, self.checkpoints.resumed_at, self.row)
 
-    def _last_words(self, cause: Cause, doubt: str) -> str:
+    def _describe_end(self, cause: Cause, doubt: str) -> str:
         step, kept = self.counters.steps, self.store.last_saved
         if cause != "signal":
             return f"complete: step {step}, in {self.store.root}"
         if doubt:
             return (
-                f"stopped at step {step}, saved as suspect ({doubt}); run the same command again to go on from the "
-                "newest checkpoint before"
+                f"stopped at step {step}, saved as suspect ({doubt}); run the same command again to resume from "
+                "the newest checkpoint that is not suspect"
             )
-        return f"stopped at step {step}; run the same command again to go on from step {kept or 0}"
+        return f"stopped at step {step}; run the same command again to resume from step {kept or 0}"

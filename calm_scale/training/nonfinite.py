@@ -12,7 +12,7 @@ from calm_scale.config.training import TrainingConfig
 from calm_scale.training.engine import StepResult
 
 _ADVICE = (
-    "Change what made the run diverge (learning rate, clipping, data), then start it again: it goes on from the newest "
+    "Change what made the run diverge (learning rate, clipping, data), then start it again: it resumes from the newest "
     "checkpoint before these steps"
 )
 

@@ -168,7 +168,7 @@ def test_a_complete_run_started_again_changes_no_file(
     outcome = tiny.run(tmp_path, options(6, pictures=True), solo)
     assert (outcome.step, outcome.cause, outcome.exit_code) == (6, "finished", 0)
     assert everything(tmp_path) == before
-    assert "was complete already: step 6" in capsys.readouterr().err
+    assert "already complete: step 6" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop_after", [None, 7])

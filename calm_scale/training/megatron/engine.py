@@ -82,7 +82,7 @@ class MegatronEngine:
 
     @property
     def place(self) -> str:
-        """Where this rank stands, for the watchdog's last words."""
+        """Where this rank stands, for the watchdog's messages."""
         at = self.layout
         return f"tensor {at.tensor_rank}, pipeline stage {at.pipeline_rank}, data {at.data_rank}"
 
