@@ -119,10 +119,11 @@ def score(
 
 def _in_ranks(config: RunConfig, asked: int | None) -> int:
     """How many ranks hold the model; those started here end here, with their exit code."""
-    from calm_scale.stages.launch import spawn_split
+    from calm_scale.stages.launch import spawn_if_needed
 
     tensor = asked or config.evaluation.tensor_parallel
-    code = spawn_split(config, tensor)
+    config.require_lm().for_inference(tensor)  # refused before any rank is started
+    code = spawn_if_needed(tensor)
     if code is not None:
         raise typer.Exit(code)
     return tensor

@@ -16,16 +16,6 @@ def default_ranks(config: RunConfig, stage: Stage) -> int:
     return section.num_ranks or section.replica_ranks
 
 
-def spawn_split(config: RunConfig, tensor: int) -> int | None:
-    """Start the ``tensor`` ranks of one split model, if this process is alone; see ``spawn_if_needed``.
-
-    Raises:
-        ConfigError: the model does not split over that many ranks.
-    """
-    config.require_lm().for_inference(tensor)
-    return spawn_if_needed(tensor)
-
-
 def spawn_if_needed(num_ranks: int) -> int | None:
     """Start this same command ``num_ranks`` times on this machine and wait; the exit code of the whole.
 

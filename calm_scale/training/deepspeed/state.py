@@ -159,8 +159,9 @@ class ZeroState:
         if self._stage == 0:
             return list(self._parameters.values())
         optimizer = self._engine.optimizer
-        flat = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
-        return list(getattr(optimizer, flat))
+        if self._stage == 3:
+            return list(optimizer.fp32_partitioned_groups_flat)
+        return list(optimizer.single_partition_of_fp32_groups)
 
     def _get(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
