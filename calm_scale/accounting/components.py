@@ -108,3 +108,18 @@ def causal(components: Iterable[Component], positions: int) -> list[Component]:
         replace(c, forward=c.forward * (positions + 1) // (2 * positions)) if c.attention else c
         for c in components
     ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity of the twin: FLOPs per position by our count and by torch's counter of executed operations."""
+
+    what: str
+    symbolic: int
+    counted: int
+    note: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Equal to the last FLOP."""
+        return self.symbolic == self.counted

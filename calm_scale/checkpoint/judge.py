@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from calm_scale.checkpoint.file_list import (
     folder_name,
     step_folders,
     unfinished,
+    write_json,
 )
+from calm_scale.config.run_folder import StageFolder
 
 State = Literal["complete", "suspect", "foreign", "damaged", "unfinished"]
 """
@@ -218,3 +221,22 @@ def _size(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += path.stat().st_size if path.is_file() else 0
     return total
+
+
+def run_id(folder: Path, name: str) -> str:
+    """The id in ``<stage folder>/run.json``; made on the first start, and found again from the checkpoints if lost.
+
+    Call it on one rank. Raises CheckpointError when the file is there but cannot be read.
+    """
+    path = folder / RUN_FILE
+    if path.exists():
+        try:
+            return str(json.loads(path.read_bytes())["run_id"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f'{path} is damaged ({error}); it holds {{"run_id": …}} of the cards'
+            ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    found = known_run(StageFolder(folder).checkpoints) or f"{name}-{secrets.token_hex(4)}"
+    write_json(path, {"run_id": found})
+    return found

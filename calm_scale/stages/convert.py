@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from calm_scale.checkpoint.card import Card, Counters, Identity
-from calm_scale.checkpoint.run_id import run_id
+from calm_scale.checkpoint.judge import run_id
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import TokenizerConfig

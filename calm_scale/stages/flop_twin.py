@@ -1,11 +1,11 @@
-"""Proof by counting: the real modules at tiny sizes under torch's counter, beside the symbolic count."""
+"""Proof by counting: a tiny twin of a run, its real modules under torch's counter, beside the symbolic count."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from calm_scale.accounting.components import FLOPS_PER_MAC, Component, parameters_of
+from calm_scale.accounting.components import FLOPS_PER_MAC, Comparison, Component, parameters_of
 from calm_scale.accounting.model_components import (
     autoencoder_components,
     lm_components,
@@ -13,10 +13,11 @@ from calm_scale.accounting.model_components import (
     model_of,
     recomputed,
 )
-from calm_scale.accounting.twin import BATCH, POSITIONS, Comparison, tiny_twin
 from calm_scale.config.lm import EnergyHeadConfig
 from calm_scale.config.run import RunConfig
 
+BATCH = 2
+POSITIONS = 8
 _LOSS_NOTE = (
     "the counter misses in-place products and sees the pairs of samples as an incidence product of N columns; "
     "the count takes l multiply-accumulates a pair"
@@ -37,6 +38,33 @@ def compare(config: RunConfig) -> list[Comparison]:
     if twin.lm is not None and twin.lm.head.kind != "softmax":
         found += _autoencoder(twin)
     return found
+
+
+def tiny_twin(config: RunConfig) -> RunConfig:
+    """The run at tiny widths on one rank: same K, head, input mode, N, recomputation and grouping of heads."""
+    lm, document = config.require_lm(), config.model_dump()
+    group = lm.backbone.num_heads // lm.backbone.query_groups
+    heads = 2 * group
+    backbone: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 8 * heads,
+        "ffn_size": 24,
+        "num_heads": heads,
+        "num_query_groups": 2,
+        "positions": POSITIONS,
+    }
+    document["lm"]["backbone"] |= backbone
+    document["lm"]["parallel"] = {"recompute": lm.parallel.recompute}
+    document["lm"]["training"] |= {"global_batch": BATCH, "micro_batch": BATCH, "precision": "fp32"}
+    head = document["lm"]["head"]
+    head |= {key: min(head[key], limit) for key, limit in (("num_posterior", 5),) if key in head}
+    head |= {"num_blocks": 2} if "num_blocks" in head else {}
+    document |= {"name": "twin", "vocab_size": 64, "prep": None}
+    if document["autoencoder"] is not None:
+        document["autoencoder"]["model"] |= {"hidden_size": 16, "ffn_size": 24, "latent_size": 12}
+        document["autoencoder"]["zero"] = {}
+        document["autoencoder"]["training"] |= {"global_batch": BATCH, "micro_batch": BATCH}
+    return RunConfig.model_validate(document)
 
 
 def _autoencoder(twin: RunConfig) -> list[Comparison]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from calm_scale.checkpoint.card import Counters, Identity
-from calm_scale.checkpoint.run_id import run_id
+from calm_scale.checkpoint.judge import run_id
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import CalmScaleError
 from calm_scale.config.exclusive import OccupiedError, exclusive

@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 
 from calm_scale.accounting.compared_models import paper_model
+from calm_scale.accounting.components import Comparison
 from calm_scale.accounting.costs import token_costs, tokens_per_step
 from calm_scale.accounting.goodput import UtilizationError
 from calm_scale.accounting.report.build import Subject, build, emit
 from calm_scale.accounting.report.document import Document, flops_text, scaled, text_of
 from calm_scale.accounting.report.render import print_document, to_html, to_json, to_markdown
 from calm_scale.accounting.report.run_sections import Prices
-from calm_scale.accounting.twin import Comparison
 from calm_scale.config import RunConfig, config_hash
 from calm_scale.record.ledger import Event, LedgerError, append
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting.twin import tiny_twin
 from calm_scale.config import RunConfig, load, to_yaml
+from calm_scale.stages.flop_twin import tiny_twin
 
 MakeRun = Callable[..., RunConfig]
 

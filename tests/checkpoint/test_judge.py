@@ -14,8 +14,7 @@ import pytest
 
 from calm_scale.checkpoint.card import Card, Counters, mark_suspect
 from calm_scale.checkpoint.errors import NothingToResumeError
-from calm_scale.checkpoint.judge import Entry, find, inventory, newest, verify
-from calm_scale.checkpoint.run_id import run_id
+from calm_scale.checkpoint.judge import Entry, find, inventory, newest, run_id, verify
 from calm_scale.checkpoint.status import stage_status
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK

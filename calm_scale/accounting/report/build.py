@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 import calm_scale
+from calm_scale.accounting.components import Comparison
 from calm_scale.accounting.hardware import DEVICES
 from calm_scale.accounting.kernels import DETERMINISTIC_COST
 from calm_scale.accounting.report.document import Column, Document, Section, Table
@@ -33,7 +34,6 @@ from calm_scale.accounting.report.model_sections import (
 )
 from calm_scale.accounting.report.render import print_document, shortened, to_html, to_json, to_markdown
 from calm_scale.accounting.report.run_sections import Prices, run_section, scores_section
-from calm_scale.accounting.twin import Comparison
 from calm_scale.config import config_hash
 from calm_scale.config.files import write_output
 from calm_scale.config.run import RunConfig

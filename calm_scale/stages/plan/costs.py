@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from calm_scale.accounting.components import Comparison
 from calm_scale.accounting.hardware import calibrated, device
 from calm_scale.accounting.report.build import Subject, build, emit
 from calm_scale.accounting.report.plan_sections import plan_document, scaling_document
 from calm_scale.accounting.report.run_sections import Prices
-from calm_scale.accounting.twin import Comparison
 from calm_scale.config import ConfigError, RunConfig, load
 from calm_scale.config.errors import EXIT_OK
 
