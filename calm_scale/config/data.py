@@ -56,6 +56,8 @@ class SourceConfig(Section):
 
     paths: tuple[PathText, ...] = ()
     """Files, globs and folders."""
+    kind: str | None = None
+    """How the files of `paths` are read: by extension, or by a reader of yours, `package.module:function`."""
     dataset: PathText | None = None
     """A dataset on the hub or saved on disk, instead of `paths`."""
     split: str = "train"
@@ -78,6 +80,8 @@ class SourceConfig(Section):
     def _one_origin(self) -> SourceConfig:
         if bool(self.paths) == (self.dataset is not None):
             raise ValueError("a source names either `paths` (files, globs, folders) or one `dataset`")
+        if self.kind is not None and self.dataset is not None:
+            raise ValueError("`kind` names a reader of the files of `paths`; take it out beside `dataset`")
         return self
 
 

@@ -6,14 +6,16 @@ import fnmatch
 import glob
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 import zstandard
 
 from calm_scale.config.data import SourceConfig
+from calm_scale.config.extensions import load_extension
 from calm_scale.config.terminal import counted
 from data_prep.errors import SourceError
 from data_prep.inputs.tables import commit_of
@@ -54,6 +56,11 @@ class Input:
         """Whether ``datasets`` reads it: from a folder, or from a hub."""
         return self.kind in ("dataset", "hub")
 
+    @property
+    def has_lines(self) -> bool:
+        """Whether it is a file of JSON lines."""
+        return self.kind in _COMPRESSIONS.values()
+
     def check_unchanged(self) -> None:
         """Refuse an input that is not what it was when the plan was made.
 
@@ -70,6 +77,18 @@ class Input:
             raise SourceError(
                 f"{self.name} changed while it was being read; rerun prep when nothing writes to it"
             )
+
+
+def load_reader(source: SourceConfig) -> Callable[[Path], Iterable[Mapping[str, Any]]]:
+    """The function that a source's ``kind`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    reader: Callable[[Path], Iterable[Mapping[str, Any]]] = load_extension(
+        source.kind or "", "calm_scale.document_sources", "prep.sources.kind"
+    )
+    return reader
 
 
 def kind_of(path: Path) -> str | None:
@@ -98,16 +117,18 @@ def list_inputs(sources: tuple[SourceConfig, ...], tell: Callable[[str], object]
         if source.dataset is not None:
             inputs.append(_list_dataset(number, source.dataset, source.split, claims))
             continue
+        if source.kind is not None:
+            load_reader(source)
         unknown: dict[Path, None] = {}
         for pattern in source.paths:
             found = _expand(pattern)
-            unknown |= dict.fromkeys(path for path in found if kind_of(path) is None)
-            readable = [path for path in found if kind_of(path)]
+            readable = [path for path in found if source.kind or kind_of(path)]
+            unknown |= dict.fromkeys(path for path in found if path not in set(readable))
             if not readable:
                 raise SourceError(_nothing(pattern, found), mistake=True)
             _check_names(readable)
             inputs += [
-                _describe(number, path)
+                _describe(number, path, source.kind or kind_of(path) or "plain")
                 for path in readable
                 if claims.claim(str(path.resolve()), number, _shown(path))
             ]
@@ -339,8 +360,7 @@ def _claim_dataset(source: int, folder: Path, files: list[Path], split: str, cla
         claims.claim(str(path.resolve()), source, what, None if whole else split)
 
 
-def _describe(source: int, path: Path) -> Input:
-    kind = kind_of(path) or "plain"
+def _describe(source: int, path: Path, kind: str) -> Input:
     status, head, identity = _identify(path)
     text = _text_bytes(kind, head, status.st_size)
     return Input(source, str(path), kind, status.st_size, status.st_mtime_ns, text, identity)
@@ -364,8 +384,8 @@ def _text_bytes(kind: str, head: bytes, size: int) -> int:
         try:
             frame = zstandard.get_frame_parameters(head)
         except zstandard.ZstdError:
-            return int(size * _EXPANSION[kind])
+            return int(size * _EXPANSION.get(kind, 1.0))
         stated = frame.content_size
         if size < stated < 1 << 50:
             return int(stated)
-    return int(size * _EXPANSION[kind])
+    return int(size * _EXPANSION.get(kind, 1.0))

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import msgspec
 import xxhash
 
 from calm_scale.config.data import SourceConfig
-from data_prep.inputs import Input, list_inputs
+from data_prep.inputs import Input, list_inputs, load_reader
 from data_prep.inputs.lines import BOM, LineBlock, LineStream
-from data_prep.inputs.tables import DatasetRows, ParquetRows, set_name
+from data_prep.inputs.tables import ParquetRows, RecordFile, RecordRows, open_dataset, set_name
 
 # Leaving these out loses nothing, so they do not count against the limit on bad records.
 HARMLESS = frozenset({"blank", "empty"})
@@ -221,12 +221,18 @@ class Reader:
         self.content = ""
 
     @cached_property
-    def _rows(self) -> LineStream | ParquetRows | DatasetRows:
+    def _rows(self) -> LineStream | ParquetRows | RecordRows:
         """Opened by the first segment that is read, so that what is wrong with the file is found there."""
         item, source = self.item, self._source
         if item.is_dataset:
             commit = item.identity if item.kind == "hub" else None
-            return DatasetRows(item.name, source.split, source.text_field, self._segment_bytes, commit)
+            what = f"the dataset {item.name!r} (split {source.split!r})"
+            rows = partial(open_dataset, item.name, source.split, commit)
+            return RecordRows(what, rows, source.text_field, self._segment_bytes)
+        if source.kind is not None:
+            what = f"{item.name} (kind {source.kind})"
+            rows = partial(RecordFile, load_reader(source), Path(item.name))
+            return RecordRows(what, rows, source.text_field, self._segment_bytes)
         if item.kind == "parquet":
             return ParquetRows(
                 Path(item.name), source.text_field, self._segment_bytes, with_sets=self._sets.active

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,21 +120,36 @@ def _one_string(value: Any) -> Any:
         return bytes(value.as_buffer())
 
 
-class DatasetRows:
-    """A Hugging Face dataset: a folder, or a name on a hub at a ``commit`` (streamed)."""
+class RecordFile:
+    """A file that a user's function reads: ``read(path)`` yields its records as mappings, the same ones each time."""
 
-    def __init__(
-        self, name: str, split: str, text_field: str, segment_bytes: int, commit: str | None = None
-    ) -> None:
+    def __init__(self, read: Callable[[Path], Iterable[Mapping[str, Any]]], path: Path) -> None:
+        self._read, self._path = read, path
+
+    def skip(self, count: int) -> Iterator[Mapping[str, Any]]:
+        """The records after the first ``count``."""
+        return islice(self._read(self._path), count, None)
+
+
+class RecordRows:
+    """Rows of a Hugging Face dataset or of a ``RecordFile``; a segment is a fixed number of rows.
+
+    Args:
+        what: names the input in messages.
+        open_rows: gives the dataset or file.
+    """
+
+    def __init__(self, what: str, open_rows: Callable[[], Any], text_field: str, segment_bytes: int) -> None:
         self.ended = False
-        self._name, self._split, self._field, self._commit = name, split, text_field, commit
+        self._what, self._open_rows, self._field = what, open_rows, text_field
         self._rows = max(1, segment_bytes // _BYTES_PER_ROW)
-        self._stream: Iterator[dict[str, Any]] | None = None
+        self._stream: Iterator[Mapping[str, Any]] | None = None
+        self._held: Mapping[str, Any] | None = None
         self._next_row = 0
 
     @cached_property
     def _dataset(self) -> Any:
-        return open_dataset(self._name, self._split, self._commit)
+        return self._open_rows()
 
     def blocks(self, segment: int) -> Iterator[RowBlock]:
         """Rows [segment · n, (segment + 1) · n)."""
@@ -145,7 +161,7 @@ class DatasetRows:
             for row in rows:
                 if self._field not in row:
                     raise SourceError(
-                        f"the dataset {self._name!r} has no field {self._field!r}: {sorted(row)}",
+                        f"{self._what} has no field {self._field!r}: {sorted(row)}; set text_field",
                         mistake=True,
                     )
                 values.append(row[self._field])
@@ -157,7 +173,7 @@ class DatasetRows:
             yield RowBlock(values, sets, start + 1)
             start += len(values)
 
-    def _slice(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    def _slice(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
         dataset = self._dataset
         if hasattr(dataset, "__len__"):
             self.ended = stop >= len(dataset)
@@ -165,24 +181,30 @@ class DatasetRows:
                 yield self._read(i, dataset.__getitem__, i)
             return
         if self._stream is None:
-            self._stream = iter(dataset.skip(start))
+            self._stream = iter(self._read(start, dataset.skip, start))
             self._next_row = start
-        while self._next_row < stop:
-            row = self._read(self._next_row, next, self._stream, None)
-            if row is None:
-                self.ended = True
-                return
+        while self._next_row < stop and (row := self._take()) is not None:
             self._next_row += 1
             if self._next_row > start:
                 yield row
+        self._held = self._take()  # whether another segment follows
+        self.ended = self._held is None
+
+    def _take(self) -> Mapping[str, Any] | None:
+        """The next row of the stream; ``None`` at its end."""
+        held, self._held = self._held, None
+        return self._read(self._next_row, next, self._stream, None) if held is None else held
 
     def _read(self, row: int, action: Callable[..., T], *arguments: Any) -> T:
         try:
             return action(*arguments)
-        except Exception as error:  # of the library, of its file formats or of the network
+        except SourceError:
+            raise
+        except (
+            Exception
+        ) as error:  # of the library, of its file formats, of the network or of a user's function
             raise SourceError(
-                f"the dataset {self._name!r} (split {self._split!r}) cannot be read at row {row + 1}: "
-                f"{reason(error)}; rerun prep to go on where it was"
+                f"{self._what} cannot be read at row {row + 1}: {reason(error)}; rerun prep to go on where it was"
             ) from None
 
 

@@ -386,7 +386,7 @@ def _describe(counts: SourceCounts) -> str:
 
 def _first_records(item: Input) -> list[dict[str, object]]:
     """JSON objects of the first lines of a file of lines; none of another input or of one that cannot be read."""
-    if item.is_dataset or item.kind == "parquet":
+    if not item.has_lines:
         return []
     try:
         block = next(LineStream(Path(item.name), item.kind, 1 << 62).blocks(0), None)

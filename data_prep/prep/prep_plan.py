@@ -64,8 +64,12 @@ class Plan:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting that decides the shards (not the workers, what is refused, or the weights)."""
+        prep = self.prep.settings_that(lambda policy: policy.prep)
+        for source in prep["sources"]:
+            if source["kind"] is None:
+                del source["kind"]  # as in plans from before there were readers of one's own
         return {
-            "prep": self.prep.settings_that(lambda policy: policy.prep),
+            "prep": prep,
             "inputs": [item.as_dict() for item in self.inputs],
             "segment_bytes": self.segment_bytes,
             "dtype": self.dtype,
