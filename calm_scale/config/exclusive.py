@@ -34,8 +34,8 @@ HEARTBEAT_SECONDS = 10.0
 """How often a holder gives a sign of life."""
 STALE_SECONDS = 120.0
 """A claim of another machine without a sign for so long is taken over; attribute caches are up to 60 s behind."""
-WORD_SECONDS = 2.0
-"""Whoever waits longer is told for whom."""
+NOTICE_SECONDS = 2.0
+"""A process that waits longer prints the holder."""
 _POLL_SECONDS = 0.2
 _HELD: set[str] = set()
 """Tokens of the claims that this process holds."""
@@ -59,14 +59,14 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """It is, or was, a process of this machine, so that its number says whether it lives."""
+        """Whether it is or was a process of this machine, so that its number shows whether it is alive."""
         return self.machine == _machine()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there (a stopped one is); for a process of this machine."""
+        """Whether the process exists, also when it is stopped; for a process of this machine."""
         if self.pid == os.getpid():
-            return self.token in _HELD  # one that this process could not remove is nobody's
+            return self.token in _HELD  # a claim that this process failed to remove is not held
         started = _start_of(self.pid)
         return started is not None and started == self.started
 
@@ -128,7 +128,7 @@ class _Claim:
         self.lock_file, self.path, self.me = lock_file, path, me
 
     def renew(self) -> str:
-        """Give a sign of life; what to say when another process has taken over, else nothing."""
+        """Renew the claim; a message when another process has taken over, else an empty string."""
         if self.path is None:
             return ""
         try:
@@ -147,7 +147,7 @@ class _Claim:
         return ""
 
     def release(self) -> None:
-        """Remove the claim file, unless it is another's by now."""
+        """Remove the claim file, unless another process owns it by now."""
         _HELD.discard(self.me.token)
         if self.path is not None and self.me.pid == os.getpid():
             found = _read(self.path)
@@ -171,7 +171,7 @@ class _Pulse:
                 return
 
     def stop(self) -> None:
-        """No sign of life after this."""
+        """Stop renewing."""
         self._stopped.set()
         self._thread.join()
 
@@ -204,7 +204,7 @@ class _Found:
 
 
 class _Waiting:
-    """The attempt to take a lock file, however long it may last."""
+    """Takes a lock file, waiting for its holder as long as allowed."""
 
     def __init__(self, path: Path, file: IO[str], patience: float | None) -> None:
         self._path, self._file, self._patience = path, file, patience
@@ -259,7 +259,7 @@ class _Waiting:
         certain = kernel_says_busy or any(self._is_certain(claim) for claim in claims)
         if certain and self._patience is not None and waited >= self._patience:
             raise OccupiedError(self._path, who)
-        if waited >= WORD_SECONDS and not self._told:
+        if waited >= NOTICE_SECONDS and not self._told:
             self._told = True
             how = "" if certain else " until it gives a sign of life or is given up"
             sys.stderr.write(f"{self._path.parent} is in use by {who}; waiting for it{how}\n")
@@ -333,7 +333,7 @@ def _file_system_time(path: Path) -> float:
 
 
 def _create(path: Path, me: Holder) -> None:
-    """Write a claim under a name that nobody has. A full disk leaves it empty, which is a claim all the same."""
+    """Create a claim file that does not exist yet. A full disk leaves it empty, which still counts as a claim."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file, contextlib.suppress(OSError):
         file.write(json.dumps(asdict(me)))

@@ -15,12 +15,11 @@ from pydantic import ValidationError
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.fields import keys_at
 from calm_scale.config.run import RunConfig
-from calm_scale.config.run_folder import CONFIG_FILE
+from calm_scale.config.run_folder import CONFIG_FILE, TRAINED, RunFolder
 from calm_scale.config.section import Section, expand_user
 from calm_scale.config.yaml_source import Dumper, KeyPath, Source, parse_value, read, with_value
 
 S = TypeVar("S", bound=Section)
-_ROOMS = ("data", "autoencoder", "lm", "eval", "slurm")
 _ALWAYS_WRITTEN = frozenset(
     ("name", "workdir", "seed", "vocab_size", "patch_size", "tokenizer", "data", "prep", "autoencoder", "lm")
 )
@@ -77,11 +76,13 @@ def resolve(path: Path, seen: tuple[Path, ...] = ()) -> Source:
 
 def is_stored(file: Path, values: Mapping[str, Any]) -> bool:
     """Whether ``file``, which holds ``values``, is what a run stored in its folder, and not a document of a user's."""
+    run = RunFolder(file.parent)
+    written = (run.data, run.evaluations, run.slurm, *(run.stage(stage).path for stage in TRAINED))
     return (
         file.name == CONFIG_FILE
         and values.keys() >= _ALWAYS_WRITTEN
         and "extends" not in values
-        and any((file.parent / room).is_dir() for room in _ROOMS)
+        and any(folder.is_dir() for folder in written)
     )
 
 

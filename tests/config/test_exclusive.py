@@ -188,7 +188,7 @@ def test_a_process_of_another_machine_is_respected_while_it_gives_signs_of_life(
 def test_a_process_of_another_machine_that_is_silent_is_waited_for_with_a_word_and_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "WORD_SECONDS", 0.3)
+    monkeypatch.setattr(module, "NOTICE_SECONDS", 0.3)
     path = tmp_path / "lock"
     claim = claim_of_another_machine(path, module.STALE_SECONDS - 1.2)
     with exclusive(path):
