@@ -29,7 +29,7 @@ from calm_scale.checkpoint.file_list import (
 )
 from calm_scale.checkpoint.judge import judge, summary
 from calm_scale.config.errors import CalmScaleError
-from calm_scale.runtime.together import files_under, see_alike
+from launchers.ranks import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World

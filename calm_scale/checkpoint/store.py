@@ -43,7 +43,7 @@ from calm_scale.checkpoint.judge import (
 from calm_scale.checkpoint.retention import check_space, human_bytes, superfluous
 from calm_scale.checkpoint.saving import Save, Start
 from calm_scale.config.training import CheckpointConfig
-from calm_scale.runtime.together import files_under, see_alike
+from launchers.ranks import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World

@@ -12,8 +12,6 @@ import torch
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError, score
 from calm_scale.evaluation.paths import Windows, sample_windows
 from calm_scale.evaluation.sequences import (
-    Alone,
-    Crew,
     Grid,
     SequenceCounts,
     Teams,
@@ -26,6 +24,7 @@ from calm_scale.evaluation.sequences import (
     merge,
     selected,
 )
+from launchers.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
     from calm_scale.config.evaluation import EvaluationConfig
@@ -54,7 +53,7 @@ def evaluate(
     bos_id: int | None = None,
     pad_id: int | None = None,
     provenance: Mapping[str, Any] | None = None,
-    crew: Crew | None = None,
+    crew: Ranks | None = None,
     on_sequence: Callable[[int, int], None] | None = None,
 ) -> EvaluationResult:
     """Scores every patch boundary of the sequences from samples of the model.

@@ -17,7 +17,8 @@ import torch
 from calm_scale.evaluation.brier import ORDERS, EvaluationError
 from calm_scale.evaluation.evaluate import protocol_of
 from calm_scale.evaluation.paths import Level, roll_forward, true_windows
-from calm_scale.evaluation.sequences import Alone, Crew, Grid, TokenBlocks, deal, gather, grids, selected
+from calm_scale.evaluation.sequences import Grid, TokenBlocks, deal, gather, grids, selected
+from launchers.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +90,7 @@ class ExactScore:
 
 
 def evaluate_exact(
-    model: TokenModel, dataset: TokenBlocks, config: EvaluationConfig, *, crew: Crew | None = None
+    model: TokenModel, dataset: TokenBlocks, config: EvaluationConfig, *, crew: Ranks | None = None
 ) -> ExactScore:
     """Scores every token of the sequences but the first.
 

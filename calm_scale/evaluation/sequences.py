@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from calm_scale.evaluation.brier import ORDERS, Counts, EvaluationError, match_counts
+from launchers.ranks import Beat, Ranks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
     from calm_scale.config.evaluation import EvaluationConfig
+    from calm_scale.evaluation.paths import Windows
     from calm_scale.lm.patch_model import PatchModel
 
 T = TypeVar("T")
@@ -30,57 +32,33 @@ class TokenBlocks(Protocol):
     def __getitem__(self, index: int, /) -> NDArray[Any]: ...
 
 
-class Crew(Protocol):
-    """The holders of a model that share an evaluation: each scores its own sequences."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Every holder's result, on all of them; one's error too."""
-        ...
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A crew of one."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """The one result."""
-        return [work()]
-
-
-@dataclass(frozen=True)
-class Teams:
-    """A crew whose members are teams of ``tensor`` consecutive ranks, each team with one model split over it.
+class Teams(Ranks):
+    """Ranks in teams of ``tensor`` consecutive ones, each team with one model split over it: ``rank`` counts teams.
 
     All ranks of a team score the same sequences and find the same numbers; its first rank's are gathered. An error is
     raised at once on its own rank alone: the others of its team may wait for it inside a layer and could not be told.
     """
 
-    ranks: Crew
-    tensor: int
+    def __init__(self, ranks: Ranks, tensor: int) -> None:
+        super().__init__(ranks.rank // tensor, ranks.world_size // tensor)
+        self._ranks, self.tensor = ranks, tensor
 
-    @property
-    def rank(self) -> int:
-        """This rank's team."""
-        return self.ranks.rank // self.tensor
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One value a team."""
+        return self._ranks.gather_objects(value)[:: self.tensor]
 
-    @property
-    def world_size(self) -> int:
-        """Number of teams."""
-        return self.ranks.world_size // self.tensor
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The value of team ``source``'s first rank."""
+        return self._ranks.broadcast_object(value, source * self.tensor)
 
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maximum over all ranks."""
+        return self._ranks.maximum(values)
+
+    def everywhere(self, work: Callable[[], T], *, patience: Beat | None = None) -> list[T]:
         """One result a team, on every rank."""
         mine = work()
-        return self.ranks.everywhere(lambda: mine)[:: self.tensor]
+        return self._ranks.everywhere(lambda: mine, patience=patience)[:: self.tensor]
 
 
 @dataclass(frozen=True)
@@ -118,12 +96,12 @@ def selected(num_available: int, max_sequences: int | None) -> list[int]:
     return [i * num_available // count for i in range(count)]
 
 
-def deal(indices: Sequence[int], crew: Crew) -> list[int]:
+def deal(indices: Sequence[int], crew: Ranks) -> list[int]:
     """The sequences this rank scores: every world_size-th of the selected ones."""
     return list(indices[crew.rank :: crew.world_size])
 
 
-def gather(work: Callable[[], list[T]], crew: Crew) -> list[T]:
+def gather(work: Callable[[], list[T]], crew: Ranks) -> list[T]:
     """Runs ``work`` on every rank and returns all ranks' items; a failure on one rank is raised on all of them."""
 
     def told() -> list[T]:
@@ -153,13 +131,6 @@ def _check_ids(index: int, tokens: Tensor, vocab_size: int) -> None:
             "Was the data prepared with this run's tokenizer?"
         )
 
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from calm_scale.evaluation.paths import Windows
-    from calm_scale.evaluation.sequences import TokenBlocks
 
 DocumentsBy = Literal["bos", "sequence"]
 

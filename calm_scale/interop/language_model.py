@@ -257,10 +257,6 @@ def whole_weights(models: Sequence[CalmModel]) -> Callable[[str], Tensor]:
     return whole
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 def write_checkpoint(published: PublishedLanguageModel, directory: Path) -> None:
     """Writes the weights (no optimizer state) as a sharded checkpoint that every layout reads.
 

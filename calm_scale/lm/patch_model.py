@@ -18,8 +18,9 @@ from calm_scale.lm.sharded import read_weights
 from calm_scale.lm.targets import LatentCodec, gather_all, input_latents, owned_positions
 from calm_scale.lm.token_layers import VocabularyOutput
 from calm_scale.runtime.finite import require_finite
-from calm_scale.runtime.megatron import Layout, Precision, Ranks, initialize
+from calm_scale.runtime.megatron import Layout, Precision, initialize
 from calm_scale.runtime.noise import Randomness, categorical
+from calm_scale.runtime.world import World
 
 
 class PatchModel(Protocol):
@@ -180,7 +181,7 @@ class MegatronPatchModel:
 def load_patch_model(
     run: RunConfig,
     directory: Path,
-    world: Ranks,
+    world: World,
     codec: LatentCodec | None,
     precision: Precision | None = None,
     tensor: int = 1,
@@ -206,7 +207,7 @@ def load_patch_model(
     return MegatronPatchModel(models[0], single, codec)
 
 
-def inference_layout(run: RunConfig, world: Ranks, tensor: int = 1) -> tuple[RunConfig, Layout]:
+def inference_layout(run: RunConfig, world: World, tensor: int = 1) -> tuple[RunConfig, Layout]:
     """The run with its language model whole, or split over ``tensor`` ranks, and the process groups for it."""
     stage = run.require_lm().for_inference(tensor)
     return run.model_copy(update={"lm": stage}), initialize(stage.parallel, world)

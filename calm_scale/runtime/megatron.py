@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from calm_scale.config import ConfigError
 from calm_scale.config.lm import BackboneConfig, ParallelConfig
 from calm_scale.runtime import cuda_on_cpu
-from calm_scale.runtime.world import COLLECTIVE_SECONDS
+from calm_scale.runtime.world import COLLECTIVE_SECONDS, World
 from launchers import environment
 
 if TYPE_CHECKING:
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 _TRANSFORMER_ENGINE = "transformer_engine"
 Precision = Literal["fp32", "bf16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Ranks(Protocol):
-    """What the set-up needs to know of the world."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class Layout:
         return self.pipeline_rank == self.pipeline_size - 1
 
 
-def initialize(parallel: ParallelConfig, world: Ranks) -> Layout:
+def initialize(parallel: ParallelConfig, world: World) -> Layout:
     """Create Megatron's process groups for this layout and say where this rank stands.
 
     Consecutive ranks share a tensor-parallel group, then come the data-parallel replicas, then the stages.

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -25,15 +25,9 @@ from calm_scale.config.run_folder import StageFolder
 from calm_scale.config.training import LoggingConfig
 from calm_scale.record.metrics import MetricsRecord, Row
 from calm_scale.runtime.curves import draw_curves
+from launchers.ranks import Ranks
 
 SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s")
-
-
-class Speaker(Protocol):
-    """Who is speaking: all of ``World`` that matters here."""
-
-    @property
-    def is_first(self) -> bool: ...
 
 
 class Telemetry:
@@ -53,7 +47,7 @@ class Telemetry:
         self,
         folder: Path,
         logging: LoggingConfig,
-        world: Speaker,
+        world: Ranks,
         title: str,
         run_id: str = "run",
         attempt: int = 0,

@@ -10,17 +10,17 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from calm_scale.config.errors import CalmScaleError
-from calm_scale.runtime import together
 from calm_scale.runtime.torch_settings import threads_per_rank
 from launchers import environment, meeting
 from launchers.environment import RankFacts
+from launchers.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -50,21 +50,14 @@ class WorldError(CalmScaleError):
 
 
 @dataclass(frozen=True)
-class World:
+class World(Ranks):
     """All ranks of this job. A world of one needs no launcher and no process group."""
 
-    rank: int
-    world_size: int
     local_rank: int
     local_world_size: int
     device: torch.device
     backend: str
     control: Any = None
-
-    @property
-    def is_first(self) -> bool:
-        """The rank that speaks, renames and writes what belongs to the whole job."""
-        return self.rank == 0
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -104,28 +97,6 @@ class World:
         box = [value if self.rank == source else None]
         dist.broadcast_object_list(box, src=source, group=self.control)
         return box[0]
-
-    def on_first(self, work: Callable[[], T], *, patience: together.Beat | None = None) -> T:
-        """The first rank's result on every rank. Every rank calls it, only the first one works.
-
-        Args:
-            patience: for work that may outlast a collective's time limit: called on every rank twice a second.
-
-        Raises:
-            CalmScaleError: on every rank, whatever the first one raised. Alone, the error itself.
-        """
-        return together.on_first(self, work, patience)
-
-    def everywhere(self, work: Callable[[], T], *, patience: together.Beat | None = None) -> list[T]:
-        """Every rank's result in rank order, on every rank; for ``patience`` see ``on_first``.
-
-        Raises:
-            CalmScaleError: on every rank, the error of the lowest rank that failed; with ``patience`` as soon as one
-                has. Alone, the error itself.
-        """
-        if patience is None:
-            return together.everywhere(self, work)
-        return together.everywhere_patiently(self, work, patience)
 
     def close(self) -> None:
         """Takes the process groups down; safe to call in a world of one."""

@@ -40,11 +40,6 @@ def draw_rows(model: PatchModel, hidden: Tensor, num_samples: int, generator: Ra
     return torch.cat(pieces, dim=1)
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from calm_scale.lm.patch_model import PatchModel
-
 Algorithm = Literal["plain", "exact", "batch"]
 _ROWS = 1024  # rows tempered together
 

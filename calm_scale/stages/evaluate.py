@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from calm_scale.config.lm import LMStage
     from calm_scale.evaluation.evaluate import EvaluationResult
-    from calm_scale.evaluation.sequences import Crew
     from calm_scale.stages.model import OpenModel
     from data_prep.shards.reading import ShardDataset
+    from launchers.ranks import Ranks
 
 
 def run_evaluation(
@@ -131,7 +131,7 @@ def _exact(
     config: RunConfig,
     opened: OpenModel,
     dataset: ShardDataset,
-    crew: Crew,
+    crew: Ranks,
     provenance: Mapping[str, str],
     beside: Path | None,
 ) -> str:

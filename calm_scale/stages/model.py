@@ -16,9 +16,9 @@ from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, TokenizerConfig
 from calm_scale.config.fields import policy_of
 from calm_scale.config.run_folder import Stage
-from calm_scale.runtime.together import files_under, see_alike
 from calm_scale.runtime.world import World
 from calm_scale.stages.train import frozen_autoencoder
+from launchers.ranks import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.autoencoder import ExportCard

@@ -130,7 +130,7 @@ def open_together(
         LateFileError: the ranks still see different manifests after the wait.
         CalmScaleError: on every rank, what ``look`` raises.
     """
-    from calm_scale.runtime.together import see_alike
+    from launchers.ranks import see_alike
 
     if world.world_size == 1:
         return look()
@@ -198,7 +198,7 @@ def make_ready(
         ConfigError: ``reading.stage_to`` names a variable that is not set, or the prepared data's own folder.
         ShardError: on every rank, what failed on one: a damaged shard, a full disk.
     """
-    from calm_scale.runtime.together import see_alike
+    from launchers.ranks import see_alike
 
     console = Console(stderr=True, quiet=not world.is_first, highlight=False, soft_wrap=True)
     if config.reading.stage_to is None:

@@ -20,7 +20,6 @@ from calm_scale.config.training import TrainingConfig
 from calm_scale.runtime.departure import StopSignals, joined
 from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.telemetry import Telemetry
-from calm_scale.runtime.together import files_under, see_alike
 from calm_scale.runtime.torch_settings import set_deterministic
 from calm_scale.runtime.world import World
 from calm_scale.stages.run_folder import store_config
@@ -39,6 +38,7 @@ from calm_scale.training.engine import Engine
 from calm_scale.training.loop import fit
 from data_prep.shards.reading import ShardDataset
 from launchers import environment
+from launchers.ranks import files_under, see_alike
 
 if TYPE_CHECKING:
     from calm_scale.autoencoder import ExportCard

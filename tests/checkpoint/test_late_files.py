@@ -14,8 +14,8 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, files
 from calm_scale.config.files import FILE_WAIT_VARIABLE, LateFileError, file_wait_seconds, wait_until_visible
 from calm_scale.config.training import CheckpointConfig
-from calm_scale.runtime.together import files_under, see_alike
 from calm_scale.runtime.world import World
+from launchers.ranks import files_under, see_alike
 
 OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
 

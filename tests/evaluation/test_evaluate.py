@@ -19,7 +19,7 @@ class FakeCrew:
         self.rank, self.world_size, self.others = rank, world_size, others or {}
         self.said = None
 
-    def everywhere(self, work):
+    def everywhere(self, work, *, patience=None):
         value = self.said = work()
         return [value if r == self.rank else self.others.get(r, []) for r in range(self.world_size)]
 

@@ -19,9 +19,9 @@ from calm_scale.lm.build import build_models
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.sharded import Staging, write_shards
 from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets, position_weights
-from calm_scale.runtime.megatron import Layout, Ranks, initialize
+from calm_scale.runtime.megatron import Layout, initialize
 from calm_scale.runtime.noise import Namespace
-from calm_scale.runtime.world import COLLECTIVE_SECONDS
+from calm_scale.runtime.world import COLLECTIVE_SECONDS, World
 from calm_scale.training.engine import Batch, StepResult, all_agree
 from calm_scale.training.megatron.optimizer import (
     MegatronOptimizer,
@@ -56,7 +56,7 @@ class MegatronEngine:
     """
 
     def __init__(
-        self, run: RunConfig, world: Ranks, codec: LatentCodec | None, pad_id: int | None = None
+        self, run: RunConfig, world: World, codec: LatentCodec | None, pad_id: int | None = None
     ) -> None:
         stage = run.require_lm()
         self._run, self._pad_id = run, pad_id

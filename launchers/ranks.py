@@ -1,6 +1,6 @@
-"""Work that one rank's error must end on every rank: the same message, the same exit code, nobody left waiting.
+"""The ranks of a job and what they do together: one rank's error becomes the same message on every rank.
 
-``World.on_first`` and ``World.everywhere`` are the calls.
+Nobody is left waiting: ``on_first`` and ``everywhere`` are the only places where that happens.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from calm_scale.config.errors import EXIT_USAGE, CalmScaleError, ConfigError
 from calm_scale.config.files import (
@@ -25,10 +26,6 @@ from calm_scale.config.files import (
     file_wait_seconds,
 )
 
-if TYPE_CHECKING:
-    from calm_scale.runtime.world import World
-
-
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 0.5
 """How often ranks that wait patiently tell each other that they are alive."""
@@ -37,20 +34,78 @@ _Sent = tuple[bool, bytes]
 """Whether it is an error, and the pickled error or list of results."""
 
 
-class Ranks(Protocol):
-    """All ranks of a job."""
+@dataclass(frozen=True)
+class Ranks(ABC):
+    """The processes of a job, as one of them sees it: torch's (``World``), MPI's, or this one alone."""
+
+    rank: int
+    world_size: int
 
     @property
-    def rank(self) -> int: ...
+    def is_first(self) -> bool:
+        """The rank that prints, renames and writes what belongs to the whole job."""
+        return self.rank == 0
 
-    @property
-    def world_size(self) -> int: ...
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``[world_size]`` values in rank order, on every rank."""
 
-    def gather_objects(self, value: Any) -> list[Any]: ...
+    @abstractmethod
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Rank ``source``'s value on every rank."""
 
-    def maximum(self, values: Sequence[int]) -> list[int]: ...
+    @abstractmethod
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maximum over all ranks."""
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any: ...
+    def on_first(self, work: Callable[[], T], *, patience: Beat | None = None) -> T:
+        """The first rank's result on every rank. Every rank calls it, only the first one works.
+
+        Args:
+            patience: for work that may outlast a collective's time limit: called on every rank twice a second.
+
+        Raises:
+            CalmScaleError: on every rank, whatever the first one raised. Alone, the error itself.
+        """
+        mine = _run(self, work if self.is_first else None, patience)
+        if self.world_size == 1:
+            return _take(mine)[0]
+        sent: _Sent = self.broadcast_object(_pack(mine, self.rank) if self.is_first else None)
+        result: T = _unpack(self.rank, mine, [sent])[0]
+        return result
+
+    def everywhere(self, work: Callable[[], T], *, patience: Beat | None = None) -> list[T]:
+        """Every rank's result in rank order, on every rank; for ``patience`` see ``on_first``.
+
+        Raises:
+            CalmScaleError: on every rank, the error of the lowest rank that failed, with ``patience`` as soon as one
+                has; an unexpected one with the rank's number, its traceback on that rank's stderr. Alone, the error
+                itself.
+        """
+        mine = _run(self, work, patience)
+        if self.world_size == 1:
+            return _take(mine)
+        return _unpack(self.rank, mine, self.gather_objects(_pack(mine, self.rank)))
+
+
+@dataclass(frozen=True)
+class Alone(Ranks):
+    """A job of one process."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The value alone."""
+        return [value]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The value itself."""
+        return value
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """The values themselves."""
+        return list(values)
 
 
 @dataclass
@@ -67,41 +122,15 @@ class _Outcome(Generic[T]):
             self.error = error
 
 
-def everywhere(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """Every rank's result in rank order, on every rank. Alone, an error goes its normal way.
-
-    Raises:
-        CalmScaleError: on every rank, the error of the lowest rank that failed; an unexpected one with the rank's
-            number, its traceback on that rank's stderr.
-    """
-    if ranks.world_size == 1:
-        return [work()]
-    mine = _Outcome[T]()
-    mine.run(work)
-    return _exchange(ranks, mine)
-
-
-def everywhere_patiently(ranks: Ranks, work: Callable[[], T], beat: Beat) -> list[T]:
-    """``everywhere`` for long work: it runs in a thread while the ranks call ``beat`` and keep in touch, so that no
-    collective runs into its time limit; every rank ends as soon as one has failed."""
-    return _exchange(ranks, _run_patiently(ranks, work, beat))
-
-
-def on_first(ranks: Ranks, work: Callable[[], T], patience: Beat | None) -> T:
-    """The first rank's result on every rank; raises as ``everywhere``. ``patience``: the beat of long work."""
+def _run(ranks: Ranks, work: Callable[[], T] | None, patience: Beat | None) -> _Outcome[T]:
+    """What ``work`` comes to here; with ``patience`` it runs in a thread while the ranks keep in touch, so that no
+    collective runs into its time limit and every rank ends as soon as one has failed."""
     if patience is not None:
-        mine = _run_patiently(ranks, work if ranks.rank == 0 else None, patience)
-    elif ranks.world_size == 1:
-        return work()
-    else:
-        mine = _Outcome()
-        if ranks.rank == 0:
-            mine.run(work)
-    if ranks.world_size == 1 and mine.error is not None:
-        raise mine.error
-    sent: _Sent = ranks.broadcast_object(_pack(mine, ranks.rank) if ranks.rank == 0 else None)
-    result: T = _unpack(ranks.rank, mine, [sent])[0]
-    return result
+        return _run_patiently(ranks, work, patience)
+    mine = _Outcome[T]()
+    if work is not None:
+        mine.run(work)
+    return mine
 
 
 def _run_patiently(ranks: Ranks, work: Callable[[], T] | None, beat: Beat) -> _Outcome[T]:
@@ -118,12 +147,10 @@ def _run_patiently(ranks: Ranks, work: Callable[[], T] | None, beat: Beat) -> _O
             return outcome
 
 
-def _exchange(ranks: Ranks, mine: _Outcome[T]) -> list[T]:
-    if ranks.world_size == 1:
-        if mine.error is not None:
-            raise mine.error
-        return mine.results
-    return _unpack(ranks.rank, mine, ranks.gather_objects(_pack(mine, ranks.rank)))
+def _take(mine: _Outcome[T]) -> list[T]:
+    if mine.error is not None:
+        raise mine.error
+    return mine.results
 
 
 def _pack(outcome: _Outcome[T], rank: int) -> _Sent:
@@ -175,7 +202,7 @@ def _pickled(error: CalmScaleError) -> bytes:
     return pickle.dumps(plain)
 
 
-def see_alike(world: World, folder: Path, look: Callable[[], set[str]]) -> None:
+def see_alike(ranks: Ranks, folder: Path, look: Callable[[], set[str]]) -> None:
     """Return once ``look`` (what this rank sees of ``folder``) is the same on every rank. Every rank calls it.
 
     What no rank sees is not waited for.
@@ -185,7 +212,7 @@ def see_alike(world: World, folder: Path, look: Callable[[], set[str]]) -> None:
     """
     limit, started, told = file_wait_seconds(), time.monotonic(), False
     while True:
-        views = world.everywhere(lambda: (socket.gethostname(), look()))
+        views = ranks.everywhere(lambda: (socket.gethostname(), look()))
         everything = set[str]().union(*(seen for _, seen in views))
         late = sorted((name, rank) for rank, (_, seen) in enumerate(views) for name in everything - seen)
         if not late:
@@ -193,7 +220,7 @@ def see_alike(world: World, folder: Path, look: Callable[[], set[str]]) -> None:
         name, blind = late[0]
         sees = next(rank for rank, (_, seen) in enumerate(views) if name in seen)
         what = f"{folder / name}: rank {sees} on {views[sees][0]} sees it, rank {blind} on {views[blind][0]} does not"
-        waited = world.broadcast_object(time.monotonic() - started)
+        waited = ranks.broadcast_object(time.monotonic() - started)
         if waited >= limit:
             error = LateFileError(
                 f"{what}, after {limit:g} s. The file system shows files late, or not on every node; set "
@@ -203,7 +230,7 @@ def see_alike(world: World, folder: Path, look: Callable[[], set[str]]) -> None:
             raise error
         if waited >= FILE_NOTICE_SECONDS and not told:
             told = True
-            if world.is_first:
+            if ranks.is_first:
                 sys.stderr.write(f"{what} yet; waiting up to {limit:g} s ({FILE_WAIT_VARIABLE})\n")
                 sys.stderr.flush()
         time.sleep(FILE_POLL_SECONDS)

@@ -18,9 +18,9 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config.errors import CalmScaleError, ConfigError
 from calm_scale.config.training import CheckpointConfig
 from calm_scale.evaluation import sequences
-from calm_scale.runtime.together import HEARTBEAT_SECONDS, see_alike
 from calm_scale.runtime.world import World
 from calm_scale.training import attempt, checkpointing
+from launchers.ranks import HEARTBEAT_SECONDS, see_alike
 
 OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
 Failing = Callable[..., Any]
