@@ -89,10 +89,10 @@ def test_real_chain(slurm, tmp_path: Path, profile: Callable[..., ClusterConfig]
         stages={
             "prep": {"tasks_per_node": 2, "cpus_per_task": 1},
             "autoencoder": {"nodes": 2, "cpus_per_task": 1},
-            "lm": {"nodes": 2, "cpus_per_task": 1, "time": "00:01:00"},
+            "lm": {"nodes": 2, "cpus_per_task": 1, "time": "00:02:00"},
             "eval": {"cpus_per_task": 1},
         },
-        requeue={"notice_seconds": 20, "end_others_seconds": 3, "max_attempts_without_progress": 20},
+        requeue={"notice_seconds": 50, "end_others_seconds": 3, "max_attempts_without_progress": 20},
     )
     jobs = {job.stage: job.job_id or "" for job in submit(run, cluster).jobs}
     holder = HoldUntilTold(slurm, run, jobs["lm"])
