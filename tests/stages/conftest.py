@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parent))
+from forked_command import run_forked
+
 DOCUMENT = {
     "name": "tiny",
     "vocab_size": 512,
@@ -75,7 +78,11 @@ class TinyRun:
         return done
 
     def attempt(self, *arguments: str) -> Finished:
-        """Run a command, however it ends."""
+        """Run a command of one process, however it ends."""
+        return Finished(*run_forked(arguments, timeout=240))
+
+    def start(self, *arguments: str) -> Finished:
+        """Run a command as a shell does, to its success; it may start more processes."""
         done = subprocess.run(
             [sys.executable, "-m", "calm_scale", *arguments],
             capture_output=True,
@@ -84,6 +91,7 @@ class TinyRun:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=False,
         )
+        assert done.returncode == 0, f"{arguments} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return Finished(done.returncode, done.stdout, done.stderr)
 
 
@@ -117,8 +125,10 @@ def trained(write_document: Callable[[str], TinyRun]) -> TinyRun:
     """A run after prep, both trainings (the LM in two layouts) — shared by the tests, which only read it."""
     run = write_document("trained")
     name = str(run.document)
-    run.results["prep"] = run("prep", name)
-    run.results["ae"] = run("train-ae", name)
-    run.results["lm"] = run("train-lm", name, "--set", "lm.training.steps=4", "--set", "lm.parallel.tensor=2")
-    run.results["resumed"] = run("train-lm", name, "--set", "lm.parallel.pipeline=2")
+    run.results["prep"] = run.start("prep", name)
+    run.results["ae"] = run.start("train-ae", name)
+    run.results["lm"] = run.start(
+        "train-lm", name, "--set", "lm.training.steps=4", "--set", "lm.parallel.tensor=2"
+    )
+    run.results["resumed"] = run.start("train-lm", name, "--set", "lm.parallel.pipeline=2")
     return run
