@@ -10,6 +10,7 @@ from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.errors import ResumeRefusedError
 from calm_scale.config import RunConfig
 from calm_scale.config.fields import policy_of
+from calm_scale.config.run_folder import TRAINED
 from calm_scale.config.section import RESUME_WORDS, Resume
 
 Verdict = Literal["same"] | Resume
@@ -22,7 +23,6 @@ _WORDS: Mapping[Verdict, str] = {
 }
 _IDENTITY = ("stage", "tokenizer")
 """What the card says besides the configuration and its fingerprints; `tokenizer` stands for the tokenizers' ids."""
-_OTHER_STAGE = {"lm": "autoencoder", "autoencoder": "lm"}
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def resume_diff(
 
 def _concerns(name: str, stage: str) -> bool:
     """The other stage's section is judged by its fingerprint, not by its settings."""
-    other = _OTHER_STAGE.get(stage)
-    return other is None or not (name == other or name.startswith(other + "."))
+    section = name.partition(".")[0]
+    return section == stage or section not in TRAINED
 
 
 def _tokenizers(
