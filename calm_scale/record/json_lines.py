@@ -1,14 +1,43 @@
-"""Files of whole lines that only grow, and a writer that a full disk cannot stop. Imports no torch."""
+"""Files of JSON lines that only grow: a reader that no torn line stops, and a writer that no full disk stops.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 MOST_KEPT = 10_000
 """Lines kept in memory while they cannot be written; beyond that the oldest go."""
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number (from 1) and value of every line that is not blank; the value of a line that is not JSON is None.
+
+    Nothing where there is no file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError):  # includes bytes cut inside a character
+            yield number, None
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, in order; every other line is passed over. Empty where there is no file."""
+    return [value for _, value in read_lines(path) if isinstance(value, dict)]
 
 
 def append_lines(path: Path, lines: Sequence[str], durable: bool = False) -> None:

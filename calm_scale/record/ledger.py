@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from calm_scale.config.errors import CalmScaleError
-from calm_scale.record.json_lines import append_lines
+from calm_scale.record.json_lines import append_lines, read_lines
 
 FORMAT_VERSION = 1
 _FAR = 1e15
@@ -128,17 +128,14 @@ def history(path: Path) -> History:
     events: list[Event] = []
     damaged: list[int] = []
     torn: int | None = None
-    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], start=1):
-        if not line.strip():
-            continue
-        raw = _json(line)
-        event = _event(raw, f"{path}:{number}")
+    for number, value in read_lines(path):
+        event = _read_event(value, f"{path}:{number}")
         if torn is not None and (event is None or event.kind != "start"):
             damaged.append(torn)
         torn = None
         if event is not None:
             events.append(event)
-        elif raw is None:
+        elif value is None:
             torn = number
         else:
             damaged.append(number)
@@ -155,23 +152,15 @@ def highest_step(past: History) -> int:
     return max((event.step for event in past.events), default=0)
 
 
-def _json(line: bytes) -> Any:
-    """The line's value; None for a line that is not JSON."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):  # includes bytes cut inside a character
-        return None
-
-
-def _event(raw: Any, where: str) -> Event | None:
+def _read_event(value: Any, where: str) -> Event | None:
     """The event that the value says; None where it says none."""
-    if not isinstance(raw, dict) or raw.get("kind") not in KINDS:
+    if not isinstance(value, dict) or value.get("kind") not in KINDS:
         return None
-    version = raw.pop("version", FORMAT_VERSION)
+    version = value.pop("version", FORMAT_VERSION)
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise LedgerError(f"{where}: ledger format {version}, this program reads up to {FORMAT_VERSION}")
     try:
-        event = Event(**raw)
+        event = Event(**value)
     except TypeError:  # a field is unknown or missing
         return None
     sound = all(_fits(getattr(event, f.name), str(f.type)) for f in dataclasses.fields(Event))

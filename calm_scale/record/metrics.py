@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from calm_scale.record.json_lines import LineWriter
+from calm_scale.record.json_lines import LineWriter, read_objects
 
 Row = dict[str, Any]
 
@@ -61,7 +61,7 @@ def storable(row: Row) -> Row:
 def read_metrics(path: Path) -> list[Row]:
     """The rows that count, one per step, in step order. Damaged lines are passed over. Empty when there is no file."""
     rows: dict[int, Row] = {}
-    for value in _lines(path):
+    for value in read_objects(path):
         if isinstance(value.get("resume"), int):
             rows = {step: row for step, row in rows.items() if step <= value["resume"]}
         elif isinstance(value.get("step"), int):
@@ -71,23 +71,11 @@ def read_metrics(path: Path) -> list[Row]:
 
 def highest_step(path: Path) -> int:
     """The highest step any attempt has a row for, rolled back or not; 0 without any."""
-    return max((v["step"] for v in _lines(path) if isinstance(v.get("step"), int)), default=0)
+    return max((v["step"] for v in read_objects(path) if isinstance(v.get("step"), int)), default=0)
 
 
 def next_attempt(path: Path) -> int:
     """One more than the highest attempt that has a line; 0 without any."""
-    return 1 + max((v["attempt"] for v in _lines(path) if isinstance(v.get("attempt"), int)), default=-1)
-
-
-def _lines(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    values = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            value = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            values.append(value)
-    return values
+    return 1 + max(
+        (v["attempt"] for v in read_objects(path) if isinstance(v.get("attempt"), int)), default=-1
+    )

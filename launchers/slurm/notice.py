@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+
+from calm_scale.record.json_lines import read_objects
 
 UNMEASURED_SECONDS = 600
 SLACK_SECONDS = 60
@@ -54,7 +54,11 @@ def measured(ledger: Path) -> tuple[float | None, float | None]:
     steps: dict[int, float] = {}
     saves: dict[int, float] = {}
     num_saves: dict[int, int] = {}
-    for event in _events(ledger):
+    try:
+        events = read_objects(ledger)
+    except OSError:
+        return None, None
+    for event in events:
         attempt, seconds = event.get("attempt"), event.get("seconds")
         if not isinstance(attempt, int) or not isinstance(seconds, dict):
             continue
@@ -65,23 +69,6 @@ def measured(ledger: Path) -> tuple[float | None, float | None]:
         if num_saves.get(attempt) and seconds.get("save"):
             saves[attempt] = float(seconds["save"]) / num_saves[attempt]
     return max(steps.values(), default=None), max(saves.values(), default=None)
-
-
-def _events(ledger: Path) -> list[dict[str, Any]]:
-    """The readable lines; a line torn by a kill is passed over."""
-    found = []
-    try:
-        lines = ledger.read_bytes().split(b"\n")
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            event = json.loads(line) if line.strip() else None
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            found.append(event)
-    return found
 
 
 if __name__ == "__main__":
