@@ -25,6 +25,7 @@ class FailingEngine(TinyEngine):
     def train_step(self, batch: Any, lr: float) -> Any:
         if batch.step == FAILING_STEP:
             if self.data_rank == 1:
+                self.writer.submit(time.sleep, 600)  # a save under way is not waited for
                 raise RuntimeError("device lost")
             time.sleep(600)
         return super().train_step(batch, lr)
