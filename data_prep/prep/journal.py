@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from calm_scale.config.data import SPLITS
@@ -371,3 +373,51 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
 def _shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+class HashFile:
+    """Hashes uint64 [n, 2] of one segment; row 0 of the file: whether it is the last, whether the input is corrupt."""
+
+    def __init__(self, journal: Journal, item: int, segment: int) -> None:
+        self.path = journal.record_path(item, segment).with_suffix(".hashes.npy")
+
+    def write(self, hashes: NDArray[np.uint64], *, last: bool, corrupt: bool = False) -> None:
+        """Write in one atomic step."""
+        _save_array(self.path, np.concatenate([np.array([[last, corrupt]], np.uint64), hashes]))
+
+    def last(self) -> bool | None:
+        """Whether the segment is its input's last; ``None`` when it has not been hashed."""
+        if not self.path.exists():
+            return None
+        return bool(np.load(self.path, mmap_mode="r")[0, 0])
+
+    def corrupt(self) -> bool:
+        """Whether the input was found corrupt in this segment: all of it is then left out."""
+        return bool(np.load(self.path, mmap_mode="r")[0, 1])
+
+    def rows(self) -> NDArray[np.uint64]:
+        """The hashes [n, 2], memory-mapped."""
+        mapped: NDArray[np.uint64] = np.load(self.path, mmap_mode="r")[1:]
+        return mapped
+
+
+class DropList:
+    """Ordinals of one segment's documents that repeat an earlier document."""
+
+    def __init__(self, journal: Journal, item: int, segment: int) -> None:
+        self.path = journal.record_path(item, segment).with_suffix(".drop.npy")
+
+    def read(self) -> frozenset[int]:
+        """The ordinals; empty where nothing repeats."""
+        return frozenset(np.load(self.path).tolist()) if self.path.exists() else frozenset()
+
+    def write(self, ordinals: NDArray[np.int64]) -> None:
+        """Write in one atomic step."""
+        _save_array(self.path, ordinals)
+
+
+def _save_array(path: Path, array: NDArray[Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        np.save(file, array)
+    part.replace(path)

@@ -29,9 +29,9 @@ from data_prep.shards.manifest import (
     DocumentCounts,
     FolderLock,
     Manifest,
-    ShardEntry,
     SourceEntry,
     TokenCounts,
+    describe_shard,
 )
 from data_prep.shards.reading import ShardDataset
 from data_prep.tokenizer import Tokenizer
@@ -253,39 +253,40 @@ def import_megatron(
             raise PrepError(
                 f"{prefix} holds less than one sequence of {prep.sequence_length} tokens", mistake=True
             )
-        padding = (counts.padding or 0) + packer.padding + filler
-        manifest = _manifest_of(counts, tokenizer, prep, vocab_size, split).model_copy(
-            update={
-                "dtype": dtype.name,
-                "num_sequences": header.num_sequences,
-                "max_id": header.max_id,
-                "tokens": TokenCounts(
-                    text=len(index.tokens) - counts.bos - counts.eos - (counts.padding or 0),
-                    bos=counts.bos,
-                    eos=counts.eos,
-                    padding=padding,
-                    tail=len(tail),
-                    stored=header.num_tokens,
-                ),
-                "sources": [SourceEntry(name=str(prefix), weight=1.0, num_sequences=header.num_sequences)],
-                "shards": [
-                    ShardEntry(
-                        name=path.name,
-                        num_sequences=header.num_sequences,
-                        checksum=f"{header.checksum:016x}",
-                        max_id=header.max_id,
-                        origin=prefix.name,
-                        filler=filler,
-                    )
-                ],
-                "provenance": {
-                    "megatron": str(prefix),
-                    "index": xxhash.xxh3_64_hexdigest(index.lengths.tobytes()),
-                    "tokenizer": (stated or TokenizerConfig()).model_dump(
-                        mode="json", exclude={"on_mismatch"}
-                    ),
-                },
-            }
+        manifest = Manifest(
+            split=split,
+            dtype=dtype.name,
+            alignment=prep.alignment,
+            sequence_length=prep.sequence_length,
+            num_sequences=header.num_sequences,
+            vocab_size=vocab_size,
+            max_id=header.max_id,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            add_bos=tokenizer.add_bos,
+            add_eos=tokenizer.add_eos,
+            packing=prep.packing,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            tokenizer=tokenizer.name,
+            documents=counts.document_counts,
+            tokens=TokenCounts(
+                text=len(index.tokens) - counts.bos - counts.eos - (counts.padding or 0),
+                bos=counts.bos,
+                eos=counts.eos,
+                padding=(counts.padding or 0) + packer.padding + filler,
+                tail=len(tail),
+                stored=header.num_tokens,
+            ),
+            sources=[SourceEntry(name=str(prefix), weight=1.0, num_sequences=header.num_sequences)],
+            shards=[describe_shard(path, header, origin=prefix.name, filler=filler)],
+            length_histogram=counts.length_histogram,
+            notes={PADDING_UNKNOWN: 1} if counts.padding is None else {},
+            provenance={
+                "megatron": str(prefix),
+                "index": xxhash.xxh3_64_hexdigest(index.lengths.tobytes()),
+                "tokenizer": (stated or TokenizerConfig()).model_dump(mode="json", exclude={"on_mismatch"}),
+            },
         )
         manifest.write(data_dir / split)
     return manifest
@@ -331,38 +332,6 @@ def _write_shard(
     except BaseException:
         path.with_name(path.name + ".part").unlink(missing_ok=True)
         raise
-
-
-def _manifest_of(
-    counts: PairCounts,
-    tokenizer: Tokenizer,
-    prep: PrepConfig,
-    vocab_size: int,
-    split: str,
-) -> Manifest:
-    return Manifest(
-        split=split,
-        dtype="",
-        alignment=prep.alignment,
-        sequence_length=prep.sequence_length,
-        num_sequences=0,
-        vocab_size=vocab_size,
-        max_id=0,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        add_bos=tokenizer.add_bos,
-        add_eos=tokenizer.add_eos,
-        packing=prep.packing,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer=tokenizer.name,
-        documents=counts.document_counts,
-        tokens=TokenCounts(),
-        sources=[],
-        shards=[],
-        length_histogram=counts.length_histogram,
-        notes={PADDING_UNKNOWN: 1} if counts.padding is None else {},
-    )
 
 
 class PairCounts(BaseModel):

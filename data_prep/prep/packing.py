@@ -20,7 +20,7 @@ from data_prep.errors import PrepError, StarvedSplitError
 from data_prep.prep.journal import Journal, SegmentRecord, SplitOutput
 from data_prep.prep.prep_plan import MOST_IDS, Plan, Split
 from data_prep.shards import SUFFIX, ShardWriter
-from data_prep.shards.manifest import ShardEntry, TokenCounts
+from data_prep.shards.manifest import ShardEntry, TokenCounts, describe_shard
 from data_prep.tokenizer import Tokenizer
 
 WINDOW_TOKENS = 4 << 20
@@ -230,15 +230,7 @@ def join_tails(
     padding = joins * max(0, len(boundary) - 1)
     if header is None:
         return JoinedTail(None, len(left), joins, padding)
-    entry = ShardEntry(
-        name=writer.path.name,
-        num_sequences=header.num_sequences,
-        checksum=f"{header.checksum:016x}",
-        max_id=header.max_id,
-        source=source,
-        origin="ends of all segments",
-        filler=missing,
-    )
+    entry = describe_shard(writer.path, header, source=source, origin="ends of all segments", filler=missing)
     return JoinedTail(entry, len(left), joins, padding)
 
 

@@ -20,11 +20,11 @@ from calm_scale.config.files import naming, write_atomically
 from data_prep.errors import CorruptSourceError
 from data_prep.inputs.records import Bad, Reader, Texts
 from data_prep.prefetch import read_ahead
-from data_prep.prep.journal import Journal, SegmentRecord, SplitOutput
+from data_prep.prep.journal import DropList, HashFile, Journal, SegmentRecord, SplitOutput
 from data_prep.prep.packing import build_packer
 from data_prep.prep.prep_plan import Plan, Split
 from data_prep.shards import SUFFIX, ShardWriter
-from data_prep.shards.manifest import ShardEntry
+from data_prep.shards.manifest import describe_shard
 from data_prep.tokenizer import Tokenizer
 
 _KEPT_BYTES = 1 << 20
@@ -105,14 +105,7 @@ class SplitSink:
         header, self._left = self._writer.seal()
         if header is not None:
             self._out.shards.append(
-                ShardEntry(
-                    name=self._writer.path.name,
-                    num_sequences=header.num_sequences,
-                    checksum=f"{header.checksum:016x}",
-                    max_id=header.max_id,
-                    source=self._source,
-                    origin=self._origin,
-                )
+                describe_shard(self._writer.path, header, source=self._source, origin=self._origin)
             )
         self._out.tail_tokens = len(self._left)
         self._out.padding = self._packer.padding
@@ -364,53 +357,6 @@ def build_task(name: TaskName, plan: Plan, journal: Journal, tokenizer: Tokenize
     if name == "hash" or tokenizer is None:
         return HashTask(plan, journal)
     return EncodeTask(plan, journal, tokenizer)
-
-
-class HashFile:
-    """Hashes uint64 [n, 2] of one segment; row 0 of the file: whether it is the last, whether the input is corrupt."""
-
-    def __init__(self, journal: Journal, item: int, segment: int) -> None:
-        self.path = journal.record_path(item, segment).with_suffix(".hashes.npy")
-
-    def write(self, hashes: NDArray[np.uint64], *, last: bool, corrupt: bool = False) -> None:
-        """Write in one atomic step."""
-        part = self.path.with_name(self.path.name + ".part")
-        with part.open("wb") as file:
-            np.save(file, np.concatenate([np.array([[last, corrupt]], np.uint64), hashes]))
-        part.replace(self.path)
-
-    def last(self) -> bool | None:
-        """Whether the segment is its input's last; ``None`` when it has not been hashed."""
-        if not self.path.exists():
-            return None
-        return bool(np.load(self.path, mmap_mode="r")[0, 0])
-
-    def corrupt(self) -> bool:
-        """Whether the input was found corrupt in this segment: all of it is then left out."""
-        return bool(np.load(self.path, mmap_mode="r")[0, 1])
-
-    def rows(self) -> NDArray[np.uint64]:
-        """The hashes [n, 2], memory-mapped."""
-        mapped: NDArray[np.uint64] = np.load(self.path, mmap_mode="r")[1:]
-        return mapped
-
-
-class DropList:
-    """Ordinals of one segment's documents that repeat an earlier document."""
-
-    def __init__(self, journal: Journal, item: int, segment: int) -> None:
-        self.path = journal.record_path(item, segment).with_suffix(".drop.npy")
-
-    def read(self) -> frozenset[int]:
-        """The ordinals; empty where nothing repeats."""
-        return frozenset(np.load(self.path).tolist()) if self.path.exists() else frozenset()
-
-    def write(self, ordinals: NDArray[np.int64]) -> None:
-        """Write in one atomic step."""
-        part = self.path.with_name(self.path.name + ".part")
-        with part.open("wb") as file:
-            np.save(file, ordinals)
-        part.replace(self.path)
 
 
 def find_duplicates(journal: Journal, num_inputs: int) -> int:

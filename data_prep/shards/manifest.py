@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from calm_scale.config.exclusive import OccupiedError, exclusive
 from calm_scale.config.files import checked, read_object, write_atomically
 from data_prep.errors import PrepError, ShardError
+from data_prep.shards import ShardHeader
 
 _LOCK_FILE = ".prep.lock"
 FORMAT_VERSION = 1
@@ -98,6 +99,21 @@ class ShardEntry(_Record):
     origin: str = ""
     compressed: bool = False
     filler: int = 0
+
+
+def describe_shard(
+    path: Path, header: ShardHeader, *, source: int = 0, origin: str = "", filler: int = 0
+) -> ShardEntry:
+    """The manifest's entry of the shard at ``path``."""
+    return ShardEntry(
+        name=path.name,
+        num_sequences=header.num_sequences,
+        checksum=f"{header.checksum:016x}",
+        max_id=header.max_id,
+        source=source,
+        origin=origin,
+        filler=filler,
+    )
 
 
 class SourceEntry(_Record):
