@@ -297,7 +297,7 @@ def _reached(name: str, split: str, action: Callable[[], T]) -> T:
         return _within(OPEN_SECONDS, action)
     except RepositoryNotFoundError:
         raise SourceError(
-            f"{what} is not on the hub, or is not for everyone: check its name, log in with `hf auth login`",
+            f"{what} does not exist or is gated: check its name, or log in with `hf auth login`",
             mistake=True,
         ) from None
     except (FileNotFoundError, ValueError, KeyError) as error:

@@ -46,7 +46,7 @@ from data_prep.prep.workers import (
     total_progress,
 )
 from data_prep.shards import read_header
-from data_prep.shards.compressed import ColdShard, remove_unnamed
+from data_prep.shards.compressed import CompressedShard, remove_unnamed
 from data_prep.shards.manifest import FolderLock, Manifest, TokenCounts, check_lock
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 
@@ -262,7 +262,7 @@ def _find_done(plan: Plan, journal: Journal) -> PrepReport | None:
         for split in report.splits:
             folder = journal.data_dir / split.name
             for entry in Manifest.read(folder).shards:
-                (ColdShard if entry.compressed else read_header)(folder / entry.name)
+                (CompressedShard if entry.compressed else read_header)(folder / entry.name)
     except ShardError as error:
         raise ShardError(
             f"{error}\n{journal.data_dir} was finished and is damaged now: bring the file back, or prepare all of it "

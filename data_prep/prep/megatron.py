@@ -115,15 +115,15 @@ def _parse_index(raw: bytes, path: Path) -> tuple[np.dtype[np.integer], NDArray[
     starts = np.frombuffer(raw, "<i8", num_sequences, _HEAD.size + 4 * num_sequences)
     bounds = np.frombuffer(raw, "<i8", num_bounds, _HEAD.size + 12 * num_sequences)
     dtype = np.dtype(_TYPES[code])
-    if problem := _problem_of(lengths, starts, bounds, dtype.itemsize):
+    if problem := _find_inconsistency(lengths, starts, bounds, dtype.itemsize):
         raise ShardError(f"{path}: {problem}: the index is damaged or unfinished; write the pair again")
     return dtype, lengths, bounds
 
 
-def _problem_of(
+def _find_inconsistency(
     lengths: NDArray[np.int32], starts: NDArray[np.int64], bounds: NDArray[np.int64], itemsize: int
 ) -> str:
-    """What cannot be in an index, or nothing; ``starts`` is the first byte of every sequence."""
+    """The first inconsistency of an index, or an empty string; ``starts`` is the first byte of every sequence."""
     if (lengths < 0).any():
         at = int((lengths < 0).argmax())
         return f"sequence {at} has a length of {lengths[at]}"

@@ -1,4 +1,4 @@
-"""The cold form of a shard: zstd frames of whole rows with a seek table, about half the size, still random-access.
+"""The compressed form of a shard: zstd frames of whole rows with a seek table, half the size, random-access.
 
 ``<name>.shard.zst`` = a skippable frame with the shard's header page; one zstd frame per ``rows_per_frame``
 sequences; a skippable frame with the frame offsets. Every standard zstd tool can decompress it.
@@ -26,9 +26,9 @@ from data_prep.shards import (
     parse_header,
     read_header,
 )
-from data_prep.shards.manifest import Manifest, ShardEntry
+from data_prep.shards.manifest import FolderLock, Manifest, ShardEntry
 
-COLD_SUFFIX = ".zst"
+COMPRESSED_SUFFIX = ".zst"
 _SKIPPABLE = struct.Struct("<II")
 _TAIL = struct.Struct("<QQ8s")  # rows per frame, offset of the table, magic
 _SKIPPABLE_MAGIC = 0x184D2A50
@@ -40,7 +40,7 @@ _Pieces = Iterator[NDArray[np.unsignedinteger]]
 
 
 def compress_split(split_dir: Path, *, level: int = 3) -> Manifest:
-    """Replace every shard of a split by its cold form and say so in the manifest (written last).
+    """Replace every shard of a split by its compressed form and say so in the manifest (written last).
 
     Interrupted, it goes on when run again: a shard is removed only after the new manifest stands, and one that no
     manifest names is removed then.
@@ -63,8 +63,6 @@ def expand_split(split_dir: Path) -> Manifest:
 
 
 def _convert(split_dir: Path, compressed: bool, write: Callable[[Path, Path, ShardEntry], None]) -> Manifest:
-    from data_prep.shards.manifest import FolderLock  # slow to import, and no reader of shards needs it
-
     Manifest.read(split_dir)  # a folder that is no split gets no lock
     with FolderLock(split_dir.resolve().parent):
         old = Manifest.read(split_dir)
@@ -87,13 +85,13 @@ def _convert(split_dir: Path, compressed: bool, write: Callable[[Path, Path, Sha
 
 
 def _in_form(entry: ShardEntry, compressed: bool) -> ShardEntry:
-    name = entry.name.removesuffix(COLD_SUFFIX) + (COLD_SUFFIX if compressed else "")
+    name = entry.name.removesuffix(COMPRESSED_SUFFIX) + (COMPRESSED_SUFFIX if compressed else "")
     return entry.model_copy(update={"name": name, "compressed": compressed})
 
 
 def remove_unnamed(split_dir: Path, manifest: Manifest) -> None:
-    """Remove the shards of a split that its manifest does not name, and parts of shards, which nobody does."""
-    patterns = (f"*{SUFFIX}", f"*{SUFFIX}{COLD_SUFFIX}", "*.part")
+    """Remove the shards of a split that its manifest does not name, and partial shards, which no manifest names."""
+    patterns = (f"*{SUFFIX}", f"*{SUFFIX}{COMPRESSED_SUFFIX}", "*.part")
     _remove_unnamed([path for pattern in patterns for path in split_dir.glob(pattern)], manifest)
 
 
@@ -122,7 +120,7 @@ def _compress(source: Path, target: Path, entry: ShardEntry, level: int) -> None
 
 
 def _expand(source: Path, target: Path, entry: ShardEntry) -> None:
-    header, pieces = open_cold(source)
+    header, pieces = open_compressed(source)
     with new_file(target) as file:
         file.write(header.pack())
         for piece in _checked(source, entry, header, pieces):
@@ -131,7 +129,7 @@ def _expand(source: Path, target: Path, entry: ShardEntry) -> None:
 
 def _refuse_damaged(path: Path, entry: ShardEntry) -> None:
     if entry.compressed:
-        header, pieces = open_cold(path)
+        header, pieces = open_compressed(path)
     else:
         header = read_header(path)
         pieces = iter(map_tokens(path, header))
@@ -157,14 +155,14 @@ def _checked(path: Path, entry: ShardEntry, header: ShardHeader, pieces: _Pieces
         )
 
 
-def open_cold(path: Path) -> tuple[ShardHeader, Iterator[NDArray[np.unsignedinteger]]]:
-    """Header and token ids of a cold shard, frame by frame."""
-    shard = ColdShard(path)
+def open_compressed(path: Path) -> tuple[ShardHeader, Iterator[NDArray[np.unsignedinteger]]]:
+    """Header and token ids of a compressed shard, frame by frame."""
+    shard = CompressedShard(path)
     return shard.header, (shard.frame(i).reshape(-1) for i in range(shard.num_frames))
 
 
-class ColdShard:
-    """Random access to the rows of a cold shard; the frame read last is kept.
+class CompressedShard:
+    """Random access to the rows of a compressed shard; the frame read last is kept.
 
     Raises:
         ShardError: missing, cut or damaged.
@@ -180,7 +178,7 @@ class ColdShard:
         first = _SKIPPABLE.pack(_SKIPPABLE_MAGIC, HEADER_BYTES)
         shortest = len(first) + HEADER_BYTES + _SKIPPABLE.size + _TAIL.size
         if len(data) < shortest or bytes(data[-8:]) != MAGIC or bytes(data[: len(first)]) != first:
-            raise ShardError(f"{path} is no complete cold shard: it was cut or changed; {_REMEDY}")
+            raise ShardError(f"{path} is not a complete compressed shard: it was cut or changed; {_REMEDY}")
         self.header = parse_header(bytes(data[len(first) : len(first) + HEADER_BYTES]), path)
         self._per_frame, self._offsets = _read_table(data, self.header, path)
         self.num_frames = len(self._offsets) - 1

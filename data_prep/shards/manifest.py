@@ -87,7 +87,7 @@ class _Record(BaseModel):
 class ShardEntry(_Record):
     """One shard: its counts, its checksum (xxh64 of the token bytes, 16 hex digits), where its text came from.
 
-    ``source`` is the index of the entry of ``prep.sources``. ``compressed`` marks the cold zstd form. The last
+    ``source`` is the index of the entry of ``prep.sources``. ``compressed`` marks the zstd form. The last
     ``filler`` ids of the shard are no text: they fill up its last sequence, whatever id they are.
     """
 

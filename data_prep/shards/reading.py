@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from calm_scale.config.files import wait_until_visible
 from data_prep.errors import ShardError
 from data_prep.shards import HEADER_BYTES, ShardHeader, map_tokens, read_header
-from data_prep.shards.compressed import ColdShard, open_cold
+from data_prep.shards.compressed import CompressedShard, open_compressed
 from data_prep.shards.manifest import Manifest, ShardEntry
 from data_prep.shards.order import MixtureOrder, SampleOrder
 
@@ -190,8 +190,8 @@ class ShardDataset:
         """The shard's bytes on the disk, if its header is the manifest's."""
         path = self.split_dir / entry.name
         if entry.compressed:
-            cold = ColdShard(path)
-            header, num_bytes = cold.header, cold.num_bytes
+            shard = CompressedShard(path)
+            header, num_bytes = shard.header, shard.num_bytes
         else:
             header = read_header(path)
             num_bytes = header.file_bytes
@@ -217,7 +217,7 @@ class ShardDataset:
             wait_until_visible(lambda: "" if path.exists() else str(path))
             self._check_shard(entry)
         if entry.compressed:
-            samples = _ColdSamples(ColdShard(path), self.tokens_per_sample)
+            samples = _CompressedSamples(CompressedShard(path), self.tokens_per_sample)
         else:
             shape = (self._counts[shard], self.tokens_per_sample)
             samples = np.memmap(path, self._dtype, "r", offset=HEADER_BYTES, shape=shape).view(np.ndarray)
@@ -225,17 +225,17 @@ class ShardDataset:
         return samples
 
 
-class _ColdSamples:
+class _CompressedSamples:
     """A compressed shard as a sequence of samples (decompressed a frame at a time)."""
 
-    def __init__(self, shard: ColdShard, tokens_per_sample: int) -> None:
+    def __init__(self, shard: CompressedShard, tokens_per_sample: int) -> None:
         self._shard, self._tokens = shard, tokens_per_sample
 
     def __getitem__(self, index: int) -> NDArray[np.unsignedinteger]:
         return self._shard.sample(index, self._tokens)
 
 
-_Samples = NDArray[np.unsignedinteger] | _ColdSamples
+_Samples = NDArray[np.unsignedinteger] | _CompressedSamples
 
 
 class _RowGatherer:
@@ -290,7 +290,7 @@ def find_shard_problems(split_dir: Path, manifest: Manifest, entry: ShardEntry) 
 
 def _check_content(path: Path, manifest: Manifest, entry: ShardEntry) -> list[str]:
     if entry.compressed:
-        header, pieces = open_cold(path)
+        header, pieces = open_compressed(path)
     else:
         header = read_header(path)
         flat = map_tokens(path, header).reshape(-1)

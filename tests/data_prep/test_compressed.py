@@ -1,4 +1,4 @@
-"""The cold form of a split: what is damaged is found, and nothing is lost or left over when it is made."""
+"""The compressed form of a split: what is damaged is found, and nothing is lost or left over when it is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from calm_scale.config import RunConfig
 from data_prep.errors import PrepError, ShardError
 from data_prep.prep import prepare
 from data_prep.prep.prep_report import verify_split
-from data_prep.shards import compressed as cold
+from data_prep.shards import compressed
 from data_prep.shards.compressed import compress_split, expand_split
 from data_prep.shards.manifest import FolderLock, Manifest
 from data_prep.shards.reading import ShardDataset
@@ -47,7 +47,7 @@ TABLES = {
 def test_a_changed_table_of_frames_is_found(
     split: Path, monkeypatch: pytest.MonkeyPatch, case: str, frame_bytes: int
 ) -> None:
-    monkeypatch.setattr(cold, "_FRAME_BYTES", frame_bytes)
+    monkeypatch.setattr(compressed, "_FRAME_BYTES", frame_bytes)
     compress_split(split)
     assert verify_split(split).ok
     shard = split / Manifest.read(split).shards[0].name
@@ -60,7 +60,7 @@ def test_a_changed_table_of_frames_is_found(
 
 
 def test_a_frame_of_another_size_is_found(split: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold, "_FRAME_BYTES", 1 << 10)
+    monkeypatch.setattr(compressed, "_FRAME_BYTES", 1 << 10)
     compress_split(split)
     shard = split / Manifest.read(split).shards[0].name
     data = shard.read_bytes()

@@ -1,4 +1,4 @@
-"""Bad records by kind and true line; good ones kept exactly once (fault 2)."""
+"""Bad records by kind and true line; good ones kept exactly once."""
 
 from __future__ import annotations
 

@@ -194,5 +194,5 @@ def test_names_and_splits_that_are_not_there(
     hub.name = "org/others"
     unknown = prep(by_name(make_config, "none"))
     assert unknown.returncode == 2
-    assert f"the dataset '{NAME}'" in unknown.stderr and "is not on the hub" in unknown.stderr
+    assert f"the dataset '{NAME}'" in unknown.stderr and "does not exist or is gated" in unknown.stderr
     assert "Traceback" not in unknown.stderr

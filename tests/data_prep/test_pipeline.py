@@ -1,4 +1,4 @@
-"""prepare: arithmetic that closes, text that comes back, bad input handled (faults 1, 2, 3, 4, 6)."""
+"""prepare: arithmetic that closes, text that comes back, bad input handled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One result for any number of workers, ranks, kills and restarts; never a mixture (faults 7 and 8)."""
+"""One result for any number of workers, ranks, kills and restarts; never a mixture."""
 
 from __future__ import annotations
 

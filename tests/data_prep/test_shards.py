@@ -1,4 +1,4 @@
-"""The shard format: exact, checked, and refusing what does not fit (fault 5)."""
+"""The shard format: exact, checked, and refusing what does not fit."""
 
 from __future__ import annotations
 

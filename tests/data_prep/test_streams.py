@@ -1,4 +1,4 @@
-"""Truncated and corrupt archives (fault 1), and every legal form of zstd and gzip."""
+"""Truncated and corrupt archives, and every legal form of zstd and gzip."""
 
 from __future__ import annotations
 

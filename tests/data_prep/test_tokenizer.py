@@ -1,4 +1,4 @@
-"""Tokenizers: exact ids, special-token policy, verified encoders (fault 6)."""
+"""Tokenizers: exact ids, special-token policy, verified encoders."""
 
 from __future__ import annotations
 
