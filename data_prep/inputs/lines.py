@@ -1,7 +1,8 @@
 """Whole lines of a text stream in numbered segments.
 
 Segment k of a file is the lines that *start* in [k · S, (k + 1) · S) bytes of its text. That depends on the file
-and S alone, so any worker finds the same lines in the same segment, whatever it read before.
+and S alone, so any worker finds the same lines in the same segment, whatever it read before. The stream below them
+decompresses and verifies: a file counts as read when its last frame has ended, checksum included.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The plan of a prep: what is read, in which units, under which settings. Everything that decides the bytes."""
+"""The plan of a prep: what is read, in which units, under which settings, and an estimate of what that gives.
+
+It holds everything that decides the bytes.
+"""
 
 from __future__ import annotations
 

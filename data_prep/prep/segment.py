@@ -1,4 +1,10 @@
-"""One segment: read → choose the split → encode → pack → write, then commit its record."""
+"""What is done with one segment of an input: encoded (read → choose the split → encode → pack → write, then commit its
+record), or hashed, which finds the documents that repeat an earlier one.
+
+Exact deduplication keeps the first of documents with the same content in corpus order. Pass one writes a 128-bit hash
+per document. One process then finds the repeats, a range of hash values at a time, and writes for each segment the
+ordinals to leave out. Pass two encodes the rest.
+"""
 
 from __future__ import annotations
 

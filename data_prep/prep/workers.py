@@ -1,4 +1,7 @@
-"""A worker: takes segments that nobody has, until there are none. Any number of workers, one result."""
+"""Workers take segments that nobody has, until there are none: as processes of one machine, or as the ranks of MPI.
+
+Any number of workers gives one result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The encoders behind one small interface: texts in, one flat array of framed ids out.
+"""The encoders behind one small interface: texts in, one flat array of framed ids out; and the probe that compares
+them.
 
 All treat literal special strings (``<|end_of_text|>`` written in a text) as ordinary text; BOS and EOS are
 put around each document by the run's policy alone.
