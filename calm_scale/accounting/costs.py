@@ -22,7 +22,7 @@ CONVENTION = (
     "1 multiply-accumulate = 2 FLOPs. Matrix products only: embedding look-ups, norms, activations and softmax are "
     "not counted; the vocabulary projection is. Backward is counted exactly: twice the forward, once where an input "
     "needs no gradient, nothing where weights are frozen. Attention is counted full over all positions (the causal "
-    "count stands beside it). CALM runs its head for N samples while training and once while generating; what "
+    "count is shown beside it). CALM runs its head for N samples while training and once while generating; what "
     "depends on the hidden state alone is computed once per position. The frozen encoder counts forward while "
     "training, the decoder with its vocabulary projection while generating, and the autoencoder's own training is "
     "added to a run. A patch's cost is divided by its K tokens. Model FLOPs are what the method needs; hardware "

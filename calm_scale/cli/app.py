@@ -44,7 +44,7 @@ def _options(
         False, "--version", callback=_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Options that stand before the command."""
+    """Options before the command."""
 
 
 for room in (data, train, scoring, accounting, cluster, checkpoints, configuration):
@@ -52,7 +52,7 @@ for room in (data, train, scoring, accounting, cluster, checkpoints, configurati
 
 
 def main() -> None:
-    """Run a command; a user's mistake, or a file that will not have it, is one message, never a traceback."""
+    """Run a command; errors of the user and of files print one message, never a traceback."""
     for told_elsewhere in ("Transformer Engine and Apex are not installed", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=f".*{told_elsewhere}")
     _write_plainly_under_mpirun()

@@ -1,4 +1,4 @@
-"""Brier-n and BrierLM from samples alone (method §3): tensors in, numbers out.
+"""Brier-n and BrierLM from samples alone: tensors in, numbers out.
 
 For S independent samples x_1..x_S of the n tokens after a true prefix, and the truth y,
 

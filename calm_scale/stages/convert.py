@@ -18,8 +18,8 @@ from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.loading import placed_in
 from calm_scale.config.run_folder import CONFIG_FILE, RunFolder, Stage
 from calm_scale.stages.checkpoints import shards_of
+from calm_scale.stages.folders import appearing_whole, make_way, store_config
 from calm_scale.stages.model import refuse_other_tokenizer
-from calm_scale.stages.run_folder import appearing_whole, make_way, store_config
 
 if TYPE_CHECKING:
     from calm_scale.interop.language_model import PublishedLanguageModel

@@ -11,6 +11,7 @@ from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import SPLITS
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
 from calm_scale.config.terminal import counted
+from calm_scale.stages.folders import store_config
 from calm_scale.stages.prep_display import (
     PrepProgressLine,
     check_picture,
@@ -21,7 +22,6 @@ from calm_scale.stages.prep_display import (
     show_split,
     tell,
 )
-from calm_scale.stages.run_folder import store_config
 
 
 def run_prep(

@@ -18,7 +18,7 @@ from calm_scale.config import RunConfig, load
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.run_folder import CONFIG_FILE, TRAINED, RunFolder, Stage
 from calm_scale.config.terminal import counted, reader_has_gone
-from calm_scale.stages.run_folder import runs_in
+from calm_scale.stages.folders import runs_in
 from data_prep.shards.manifest import MANIFEST_NAME
 from launchers.slurm import queue
 from launchers.slurm.status import JobStatus, RunStatus, job_status

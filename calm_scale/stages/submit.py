@@ -16,10 +16,10 @@ from calm_scale.config.errors import EXIT_OK, EXIT_USAGE
 from calm_scale.config.run import notes as config_notes
 from calm_scale.config.run_folder import TRAINED, Stage
 from calm_scale.stages.before_start import problems, resume_refusals
+from calm_scale.stages.folders import runs_in
 from calm_scale.stages.plan.disk_needs import disk_needs, lack_of_space
 from calm_scale.stages.plan.dry_run import print_notes, stage_plan
 from calm_scale.stages.plan.run_plan import lack_of_tokenizer, look_at_text, run_plan
-from calm_scale.stages.run_folder import runs_in
 from calm_scale.stages.sweep import Sweep
 from launchers.slurm.container import unseen_paths
 from launchers.slurm.layout import StageShape, common_shape

@@ -100,7 +100,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
             f"--sweep {text}: write it as key.path=value,value, e.g. lm.training.optimizer.lr=1e-4,2e-4"
         )
     if len(set(values)) < len(values):
-        raise ConfigError(f"--sweep {text}: a value stands twice")
+        raise ConfigError(f"--sweep {text}: a value is listed twice")
     return key.strip(), values
 
 

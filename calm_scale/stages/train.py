@@ -22,7 +22,7 @@ from calm_scale.runtime.finite import finite_floats
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.torch_settings import set_deterministic
 from calm_scale.runtime.world import World
-from calm_scale.stages.run_folder import store_config
+from calm_scale.stages.folders import store_config
 from calm_scale.stages.splits import as_prepared, open_data
 from calm_scale.training.attempt import (
     Outcome,

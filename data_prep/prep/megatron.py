@@ -201,7 +201,7 @@ def _writable(prefix: Path, suffix: str) -> Path:
                 f"PREFIX {prefix}: {taken} is a device or a pipe; name files that do not exist", mistake=True
             )
     if (path.resolve().parent / MANIFEST_NAME).exists():
-        raise ShardError(f"PREFIX {prefix} lies in a folder of shards; choose another folder", mistake=True)
+        raise ShardError(f"PREFIX {prefix} is inside a folder of shards; choose another folder", mistake=True)
     return path.resolve() if path.is_symlink() else path
 
 

@@ -138,7 +138,7 @@ def test_a_pair_is_written_beside_nothing_it_could_destroy(tmp_path: Path, split
     with pytest.raises(ShardError, match="is a device or a pipe", check=lambda error: error.exit_code == 2):
         export_megatron(split, Path("/dev/null"))
     with pytest.raises(
-        ShardError, match="lies in a folder of shards", check=lambda error: error.exit_code == 2
+        ShardError, match="is inside a folder of shards", check=lambda error: error.exit_code == 2
     ):
         export_megatron(split, split / "pair")
     target = tmp_path / "elsewhere.bin"

@@ -86,7 +86,7 @@ def test_the_first_stage_that_changes_begins_each_runs_own(base: Path) -> None:
     [
         (["lm.training.steps"], "key.path=value"),
         (["lm.training.steps=1,"], "key.path=value"),
-        (["lm.training.steps=1,1"], "stands twice"),
+        (["lm.training.steps=1,1"], "is listed twice"),
         (["lm.training.steps=1", "lm.training.steps=2"], "names a key twice"),
         (["lm.training.optimizer.lr=1e-3,0.001"], "base-lr-1e-3 and base-lr-0.001 are the same run"),
         (["evaluation.seed=1,2"], "changes nothing that is trained"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from calm_scale.config import ConfigError
-from calm_scale.stages.run_folder import appearing_whole, make_way
+from calm_scale.stages.folders import appearing_whole, make_way
 
 
 def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 def killed(out: Path, by: signal.Signals) -> int:
     """The exit status of a command that gets the signal while it writes ``out``."""
     program = (
-        "import os, signal, sys; from pathlib import Path; from calm_scale.stages.run_folder import appearing_whole\n"
+        "import os, signal, sys; from pathlib import Path; from calm_scale.stages.folders import appearing_whole\n"
         "with appearing_whole(Path(sys.argv[1])) as partial:\n"
         "    (partial / 'config.yaml').write_text('1')\n"
         "    try:\n"
@@ -71,7 +71,7 @@ def test_a_writer_at_work_is_left_alone(tmp_path: Path) -> None:
         make_way(out, "the export")
     out.rmdir()
     (tmp_path / "out.part").mkdir()
-    with pytest.raises(ConfigError, match=r"out\.part: is in the way of the export"):
+    with pytest.raises(ConfigError, match=r"out\.part: already exists and was not created by calm-scale"):
         make_way(out, "the export")
 
 

@@ -81,7 +81,7 @@ def components_section(config: RunConfig) -> Section:
         f"{config.name}: where the FLOPs go (training forward and backward, recomputation, inference), per token",
         COMPONENT_COLUMNS,
         _component_rows(component_table(config)),
-        note="The frozen autoencoder stands in the table with its parameters; `trained` leaves it out.",
+        note="The table lists the parameters of the frozen autoencoder; `trained` leaves it out.",
         num_total=2,
     )
     tables = [table, _totals_table(config)]
@@ -249,7 +249,7 @@ def patch_size_section(config: RunConfig) -> Section:
     )
     text = (
         "The number of positions is kept, so a sequence of K-token patches covers K times the text. "
-        "The autoencoder's training stands apart, per token of its own training data."
+        "The autoencoder's training is listed separately, per token of its own training data."
     )
     return Section(
         f"patch_sizes.{config.name}", f"{config.name}: per token and per patch", (text,), (table,), (picture,)

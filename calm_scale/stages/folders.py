@@ -1,4 +1,4 @@
-"""A run's folder: where the resolved configuration is kept, so that a folder alone tells what ran there."""
+"""Folders that commands write: the resolved configuration of a run, and new folders that appear only when whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store_config(config: RunConfig, folder: Path | None = None) -> Path:
 
 
 def make_way(folder: Path, what: str) -> None:
-    """Sees to it that ``what`` has ``folder`` to itself; what a killed command left of it is removed, with a line.
+    """Check that ``folder`` is free for ``what``; remove, and report, what a killed command left of it.
 
     Raises:
         ConfigError: the folder is in use, cannot be written, is the current one, or lies in a checkpoint.
@@ -45,7 +45,7 @@ def make_way(folder: Path, what: str) -> None:
     inside = next((parent for parent in real.parents if (parent / CARD).is_file()), None)
     if inside is not None:
         raise ConfigError(
-            f"{folder}: lies in {inside}, a checkpoint or an export; name a folder elsewhere for {what}"
+            f"{folder}: is inside {inside}, a checkpoint or an export; choose a folder elsewhere for {what}"
         )
     refuse_unwritable(real / CONFIG_FILE)
     if folder.exists() and any(folder.iterdir()):
@@ -59,7 +59,7 @@ def make_way(folder: Path, what: str) -> None:
             shutil.rmtree(partial)
     except FileNotFoundError:
         raise ConfigError(
-            f"{partial}: is in the way of {what}, and no command's; move it, or name another folder"
+            f"{partial}: already exists and was not created by calm-scale, so {what} cannot be written; move it, or choose another folder"
         ) from None
     except OccupiedError as error:
         raise ConfigError(
@@ -71,8 +71,8 @@ def make_way(folder: Path, what: str) -> None:
 def appearing_whole(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes ``folder`` (new or empty) when all is written and on the disk.
 
-    A failure, SIGINT and SIGTERM leave nothing; SIGKILL leaves ``<folder>.part``, which nobody takes for the whole
-    and the next command removes once nobody holds it. Must be entered by the main thread.
+    A failure, SIGINT and SIGTERM leave nothing; SIGKILL leaves ``<folder>.part``, which no command reads
+    and the next one removes once its lock is free. Must be entered by the main thread.
     """
     folder = folder.resolve()
     partial = _partial(folder)
@@ -91,7 +91,7 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM end the process by SystemExit, whatever a library makes of that on its way up."""
+    """SIGINT and SIGTERM end the process by SystemExit, even where a library catches it on its way up."""
     caught: list[int] = []
 
     def leave(number: int, _: object) -> None:
