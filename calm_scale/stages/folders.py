@@ -59,7 +59,8 @@ def make_way(folder: Path, what: str) -> None:
             shutil.rmtree(partial)
     except FileNotFoundError:
         raise ConfigError(
-            f"{partial}: already exists and was not created by calm-scale, so {what} cannot be written; move it, or choose another folder"
+            f"{partial}: already exists and was not created by calm-scale, so {what} cannot be written; move it, or "
+            "choose another folder"
         ) from None
     except OccupiedError as error:
         raise ConfigError(

@@ -91,7 +91,7 @@ def test_an_export_never_goes_into_a_checkpoint_or_replaces_the_current_folder(
     checkpoint = tmp_path / "step_00000002"
     checkpoint.mkdir()
     (checkpoint / "card.json").touch()
-    with pytest.raises(ConfigError, match="a checkpoint or an export; name a folder elsewhere"):
+    with pytest.raises(ConfigError, match="a checkpoint or an export; choose a folder elsewhere"):
         make_way(checkpoint / "deep" / "out", "the export")
     with pytest.raises(ConfigError, match="is not empty"):
         make_way(checkpoint, "the export")
