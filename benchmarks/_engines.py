@@ -10,7 +10,7 @@ import torch
 
 from calm_scale.autoencoder.model import Autoencoder, FrozenAutoencoder
 from calm_scale.config import RunConfig
-from calm_scale.lm.heads import EnergyHead
+from calm_scale.lm.heads.energy.module import EnergyHead
 from calm_scale.runtime.noise import PositionNoise
 
 V, K, D, LAYERS, HEADS, FFN, LATENT = 8192, 4, 256, 4, 4, 704, 128

@@ -26,7 +26,7 @@ from calm_scale.accounting.goodput import utilization
 from calm_scale.config import RunConfig, load
 from calm_scale.config.files import write_output
 from calm_scale.lm.energy_score import energy_score
-from calm_scale.lm.heads import EnergyHead, build_head
+from calm_scale.lm.heads.energy.module import EnergyHead
 from calm_scale.runtime.noise import PositionNoise
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "lm" / "calm-m.yaml"
@@ -147,7 +147,7 @@ def measure_loss(config: RunConfig, device: torch.device, repeats: int) -> None:
 def measure_head(config: RunConfig, device: torch.device, repeats: int) -> None:
     """Energy head forward and backward with shared h, in bf16."""
     stage, batch = config.lm, config.lm.training.micro_batch
-    head = build_head(stage, config.latent_size).to(device, torch.bfloat16)
+    head = stage.head.build(stage, config.latent_size).to(device, torch.bfloat16)
     if not isinstance(head, EnergyHead):
         raise SystemExit(
             f"benchmarks/gpu.py measures the energy head; the configuration has {stage.head.kind}"

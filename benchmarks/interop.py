@@ -27,7 +27,6 @@ from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.lm import LMStage
 from calm_scale.interop.autoencoder import export_autoencoder
 from calm_scale.interop.language_model import export_language_model
-from calm_scale.lm.heads import build_head
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,7 +49,7 @@ def shapes(run: RunConfig, stage: LMStage) -> Iterator[tuple[str, tuple[int, ...
         yield at + "mlp.linear_fc2.weight", (d, b.ffn_size)
     yield "decoder.final_layernorm.weight", (d,)
     with torch.device("meta"):
-        head = build_head(stage, run.latent_size)
+        head = stage.head.build(stage, run.latent_size)
     for name, parameter in head.named_parameters():
         yield f"head.{name}", tuple(parameter.shape)
 

@@ -17,7 +17,7 @@ import torch
 from _measure import THREADS, extra_peak_mib, in_a_process, peak_mib, ratio_text, ratios, seconds_by_round
 
 from calm_scale.lm.energy_score import energy_score
-from calm_scale.lm.heads import EnergyHead
+from calm_scale.lm.heads.energy.module import EnergyHead
 from calm_scale.runtime.noise import PositionNoise
 
 B, P, N, M, LATENT = 2, 511, 8, 100, 128

@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from calm_scale.accounting.head_model import TIME_FEATURES
-from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, LMStage
+from calm_scale.config.lm import LMStage
 from calm_scale.config.run import RunConfig
 
 Kernels = Literal["fused", "local"]
 FP32 = 4
-_SCORE_CHUNK = 1 << 20
-_DRAWS = 128
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def input_side(config: RunConfig) -> Saved:
     d, w, tensor = lm.backbone.hidden_size, element(lm), lm.parallel.tensor
     sequence = tensor if lm.parallel.sequence_parallel else 1
     ids = 8 * config.patch_size
-    if lm.head.kind == "softmax":
+    if lm.predicts_tokens:
         return Saved(ids)
     tokens = w * config.patch_size * d / sequence + 2 * w * 2 * d / tensor
     latent = w * config.latent_size
@@ -73,20 +70,15 @@ def input_side(config: RunConfig) -> Saved:
 
 
 def output_side(config: RunConfig, kernels: Kernels, positions: int) -> Saved:
-    """Final norm, head with its N samples and loss; logits and their softmax for the AR baseline.
+    """Final norm, and what the head and its loss keep for the positions that this rank owns.
 
-    ``positions``: P · b of the micro-batch, which bounds the workspace of the energy loss.
+    ``positions``: P · b of the micro-batch, which may bound the workspace of a loss.
     """
     lm = config.require_lm()
-    d, w, tensor = lm.backbone.hidden_size, element(lm), lm.parallel.tensor
-    before = norm(config, kernels)
-    if lm.head.kind == "softmax":
-        sequence = tensor if lm.parallel.sequence_parallel else 1
-        vocabulary = -(-config.vocab_size // tensor)
-        return Saved(before + w * d / sequence + FP32 * vocabulary, (w + FP32) * vocabulary)
-    share = tensor if lm.parallel.head_parallelism == "position" else 1
-    head, passing = _head(lm, config.latent_size, positions // share)
-    return Saved(before + head / share, passing / share)
+    owns_slice = lm.parallel.head_parallelism == "position" and not lm.predicts_tokens
+    share = lm.parallel.tensor if owns_slice else 1
+    head = lm.head.kept_bytes(config, positions // share)
+    return Saved(norm(config, kernels) + head.kept / share, head.passing / share)
 
 
 def in_flight(config: RunConfig, stage: int, num_micro_batches: int) -> list[int]:
@@ -102,41 +94,3 @@ def in_flight(config: RunConfig, stage: int, num_micro_batches: int) -> list[int
     passes = min(num_micro_batches * virtual, warm_up + 1)
     chunks = [index // pipeline % virtual for index in range(passes)]
     return [chunks.count(chunk) for chunk in range(virtual)]
-
-
-def _head(lm: LMStage, latent: int, rows: int) -> tuple[float, float]:
-    """Kept and passing bytes per owned position."""
-    if isinstance(lm.head, EnergyHeadConfig):
-        return _energy(lm, lm.head, latent, rows)
-    if isinstance(lm.head, FlowHeadConfig | DiffusionHeadConfig):
-        return _denoiser(lm, lm.head.num_repeats, latent), 0.0
-    return 0.0, 0.0
-
-
-def _denoiser(lm: LMStage, repeats: int, latent: int) -> float:
-    """Time and condition, blocks of ten vectors for each repeat, final layer, and the regression's three vectors."""
-    d, w = lm.backbone.hidden_size, element(lm)
-    embedding = w * (d + repeats * (TIME_FEATURES + 4 * d + latent))
-    blocks = w * lm.num_blocks * 10 * repeats * d
-    return embedding + blocks + repeats * d * (3 * w + FP32) + 3 * FP32 * repeats * latent
-
-
-def _energy(lm: LMStage, head: EnergyHeadConfig, latent: int, rows: int) -> tuple[float, float]:
-    d, w, n = lm.backbone.hidden_size, element(lm), head.num_samples
-    embedding = w * (n * (head.noise_size + d) + 3 * d)
-    # Of the ten vectors a block keeps, six are hidden widths, which a split of the weights divides.
-    split = lm.parallel.tensor if lm.parallel.head_parallelism == "tensor" else 1
-    block = (4 + 6 / split) * n * d * w
-    final = n * d * (3 * w + FP32)
-    samples = 2 * FP32 * n * latent
-    kept_block = n * d * w if lm.parallel.recompute == "full" else block
-    workspace = _score_workspace(head, latent, rows)
-    passing = max(workspace, block if lm.parallel.recompute == "full" else 0.0)
-    return embedding + lm.num_blocks * kept_block + final + samples, passing
-
-
-def _score_workspace(head: EnergyHeadConfig, latent: int, rows: int) -> float:
-    """Draws of one chunk and five N × M matrices; bounded by the chunk, whatever the number of positions."""
-    n, m = head.num_samples, min(head.num_posterior, _DRAWS)
-    chunk = max(1, _SCORE_CHUNK // (max(m, n * (n - 1) // 2) * latent))
-    return FP32 * (m * latent + 5 * n * m) * min(chunk, rows) / max(rows, 1)

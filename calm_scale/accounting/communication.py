@@ -10,7 +10,6 @@ from calm_scale.accounting.activations import FP32, element
 from calm_scale.accounting.components import Component, parameters_of
 from calm_scale.accounting.model_components import autoencoder_components, is_autoregressive
 from calm_scale.accounting.placement import StageParameters, stage_parameters
-from calm_scale.config.lm import EnergyHeadConfig
 from calm_scale.config.run import RunConfig
 
 Group = Literal["tensor", "pipeline", "data"]
@@ -165,42 +164,17 @@ def _input(config: RunConfig, micro_batches: int) -> list[Traffic]:
 
 
 def _output(config: RunConfig, held: StageParameters, micro_batches: int) -> list[Traffic]:
-    """Hidden states of the owned positions and, once a step, the head's partial gradients; or the logits' sums."""
+    """Hidden states of the owned positions and, once a step, the head's partial gradients; or what the head itself
+    exchanges, where its weights are split."""
     lm = config.require_lm()
     size, hidden, m = lm.parallel.tensor, _hidden_bytes(config), micro_batches
     sequence = lm.parallel.sequence_parallel
-    if is_autoregressive(config):
-        scalars = FP32 * lm.training.micro_batch * lm.backbone.positions
-        found = [Traffic("tensor", size, "all_reduce", "softmax sums", 3 * m, 3 * m * scalars)]
-        if not sequence:
-            return [*found, Traffic("tensor", size, "all_reduce", "output gradients", m, m * hidden)]
-        return [
-            *found,
-            Traffic("tensor", size, "all_gather", "output", 2 * m, 2 * m * hidden),
-            Traffic("tensor", size, "reduce_scatter", "output gradients", m, m * hidden),
-        ]
-    if lm.parallel.head_parallelism == "tensor":
-        return _split_head(config, micro_batches)
+    if lm.predicts_tokens or lm.parallel.head_parallelism == "tensor":
+        return list(lm.head.traffic(config, hidden, m))
     gradients = FP32 * held.position_parallel
     found = [Traffic("tensor", size, "all_reduce", "head gradients", 1, gradients)]
     if not sequence:
         found.append(Traffic("tensor", size, "all_gather", "hidden gradients", m, m * hidden))
-    return found
-
-
-def _split_head(config: RunConfig, micro_batches: int) -> list[Traffic]:
-    """Every block of a split energy head: two all-reduces forward, two and the condition's backward, one again
-    where blocks are recomputed. Under sequence parallelism all positions are gathered first."""
-    lm = config.require_lm()
-    size, hidden, m = lm.parallel.tensor, _hidden_bytes(config), micro_batches
-    if not isinstance(lm.head, EnergyHeadConfig):
-        return []
-    again = 1 if lm.parallel.recompute == "full" else 0
-    calls = m * lm.num_blocks
-    wide = calls * (4 + again) * lm.head.num_samples * hidden
-    found = [Traffic("tensor", size, "all_reduce", "head blocks", calls * (5 + again), wide + calls * hidden)]
-    if lm.parallel.sequence_parallel:
-        found.append(Traffic("tensor", size, "all_gather", "hidden states", m, m * hidden))
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Split = Literal["none", "columns", "rows"]
 Part = Literal["embedding", "input", "backbone", "output", "head", "loss", "encoder", "decoder"]
 
 FLOPS_PER_MAC = 2
@@ -35,6 +36,9 @@ class Component:
         num_in: inner width of the product, 0 where there is none.
         num_out: its outer width.
         rows: vectors it is applied to at one position and use.
+        split: how tensor-parallel ranks share it where the head's weights are split: by output columns, by input
+            rows (the bias stays whole), or not.
+        recomputed: part of a head's block that ``recompute: full`` runs again; layers always are.
     """
 
     name: str
@@ -49,6 +53,8 @@ class Component:
     num_in: int = 0
     num_out: int = 0
     rows: int = 1
+    split: Split = "none"
+    recomputed: bool = False
 
     @property
     def training_forward(self) -> int:
@@ -71,14 +77,31 @@ class Component:
 
 
 def linear(
-    name: str, part: Part, num_in: int, num_out: int, *, bias: bool = False, rows: int = 1, **fields: int
+    name: str,
+    part: Part,
+    num_in: int,
+    num_out: int,
+    *,
+    bias: bool = False,
+    rows: int = 1,
+    backward: int = 2,
+    split: Split = "none",
+    recomputed: bool = False,
 ) -> Component:
     """A linear map ``num_in → num_out`` applied to ``rows`` vectors per position."""
     parameters = num_in * num_out + (num_out if bias else 0)
-    component = Component(
-        name, part, parameters, rows * num_in * num_out, num_in=num_in, num_out=num_out, rows=rows
+    return Component(
+        name,
+        part,
+        parameters,
+        rows * num_in * num_out,
+        backward=backward,
+        num_in=num_in,
+        num_out=num_out,
+        rows=rows,
+        split=split,
+        recomputed=recomputed,
     )
-    return replace(component, **fields) if fields else component  # type: ignore[arg-type]
 
 
 def weights(name: str, part: Part, parameters: int) -> Component:

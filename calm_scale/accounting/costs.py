@@ -184,7 +184,7 @@ def run_totals(
     if autoencoder_training_tokens is None:
         stage = config.autoencoder
         autoencoder_training_tokens = autoencoder_tokens(config, stage) if stage else 0
-    if config.require_lm().head.kind == "softmax":
+    if config.require_lm().predicts_tokens:
         autoencoder_training_tokens = 0
     return RunTotals(
         lm_tokens=tokens,

@@ -17,7 +17,6 @@ from calm_scale.accounting.hardware import COPY_SHARE, Device
 from calm_scale.accounting.model_components import autoencoder_components, recomputed
 from calm_scale.accounting.placement import local_parameters
 from calm_scale.config.autoencoder import AutoencoderStage
-from calm_scale.config.lm import DiffusionHeadConfig, EnergyHeadConfig, FlowHeadConfig, HeadConfig
 from calm_scale.config.run import RunConfig
 
 GAP_SECONDS = 4e-6
@@ -110,7 +109,7 @@ def micro_batch_seconds(config: RunConfig, components: list[Component], at: Rate
         width=element(lm),
         tensor=lm.parallel.tensor,
         sequence_parallel=lm.parallel.sequence_parallel,
-        samples=_samples(lm.head),
+        samples=lm.head.repeats,
     )
     total = KernelSeconds()
     for component in causal(components, lm.backbone.positions):
@@ -193,13 +192,6 @@ def _norm_elements(component: Component, share: Share, rows: float) -> float:
     if component.part == "head":
         rows *= share.samples
     return rows * elements
-
-
-def _samples(head: HeadConfig) -> int:
-    """Times a head's blocks run at each position while training."""
-    if isinstance(head, EnergyHeadConfig):
-        return head.num_samples
-    return head.num_repeats if isinstance(head, FlowHeadConfig | DiffusionHeadConfig) else 1
 
 
 def _attention(component: Component, share: Share, again: bool, at: Rates) -> KernelSeconds:

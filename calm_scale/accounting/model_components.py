@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from calm_scale.accounting.components import Component, Part, by_part, linear, parameters_of, weights
-from calm_scale.accounting.head_model import denoiser, energy_head, energy_loss
 from calm_scale.config.autoencoder import AutoencoderModelConfig
-from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig, SoftmaxHeadConfig
+from calm_scale.config.lm import BackboneConfig
 from calm_scale.config.run import RunConfig
 
 
@@ -37,7 +36,7 @@ def input_components(config: RunConfig) -> list[Component]:
 
 def is_autoregressive(config: RunConfig) -> bool:
     """True for the AR baseline: tokens in, softmax out."""
-    return config.lm is not None and config.lm.head.kind == "softmax"
+    return config.lm is not None and config.lm.predicts_tokens
 
 
 @lru_cache(maxsize=1024)
@@ -63,11 +62,6 @@ def backbone_components(config: RunConfig) -> list[Component]:
     backbone = config.require_lm().backbone
     layers = [c for i in range(backbone.num_layers) for c in layer_components(backbone, i)]
     return [*layers, weights("final_norm", "backbone", backbone.hidden_size)]
-
-
-def softmax_output(config: RunConfig) -> list[Component]:
-    """The AR baseline's untied output projection, ``[d] → [V]``."""
-    return [linear("output", "output", config.require_lm().backbone.hidden_size, config.vocab_size)]
 
 
 def model_of(config: RunConfig) -> AutoencoderModelConfig:
@@ -142,21 +136,13 @@ def _blocks(
 
 
 def head_components(config: RunConfig, *, shared_condition: bool = True) -> list[Component]:
-    """The head of the run (energy, flow, diffusion or softmax), without loss and frozen autoencoder."""
-    lm = config.require_lm()
-    d = lm.backbone.hidden_size
-    if isinstance(lm.head, SoftmaxHeadConfig):
-        return softmax_output(config)
-    if isinstance(lm.head, EnergyHeadConfig):
-        head = energy_head(lm.head, lm.num_blocks, d, config.latent_size, shared_condition=shared_condition)
-        return list(head)
-    return list(denoiser(lm.head, lm.num_blocks, d, config.latent_size))
+    """The head of the run, without loss and frozen autoencoder."""
+    return list(config.require_lm().head.components(config, shared_condition=shared_condition))
 
 
 def loss_components(config: RunConfig) -> list[Component]:
-    """Pairwise terms of the energy loss; nothing for the other heads (their losses are element-wise)."""
-    head = config.require_lm().head
-    return energy_loss(head, config.latent_size) if isinstance(head, EnergyHeadConfig) else []
+    """Matrix products of the head's loss; nothing where it is element-wise."""
+    return list(config.require_lm().head.loss_components(config))
 
 
 def input_encoder(config: RunConfig) -> list[Component]:
@@ -203,11 +189,9 @@ def lm_components(config: RunConfig, *, shared_condition: bool = True) -> list[C
 def recomputed(component: Component, mode: str) -> int:
     """Forward MACs per position that the backward pass runs again.
 
-    ``full``: every layer, and every block of the energy head up to its last product, whose result nothing needs;
-    ``selective``: core attention.
+    ``full``: every layer, and what the head says of its own; ``selective``: core attention.
     """
-    in_block = component.name.startswith("head.block.") and not component.name.endswith(".down")
-    in_layer = component.part == "backbone" or in_block
+    in_layer = component.part == "backbone" or component.recomputed
     if (mode == "full" and in_layer) or (mode == "selective" and component.attention):
         return component.training_forward
     return 0

@@ -123,8 +123,6 @@ def _spread(num_layers: int, num_ranks: int, num_chunks: int, costs: LayerCosts)
 
 
 ROW_PARALLEL = "input.contract"
-HEAD_COLUMNS = ("condition", "sample", "gate_up")
-HEAD_ROWS = ("hidden", "down")
 
 
 @dataclass(frozen=True)
@@ -186,13 +184,10 @@ def local_parameters(config: RunConfig, component: Component) -> int:
     tensor, d = config.require_lm().parallel.tensor, config.require_lm().backbone.hidden_size
     if component.part in ("embedding", "output"):
         return -(-config.vocab_size // tensor) * d
-    last_name = component.name.rsplit(".", 1)[-1]
-    splits_head = (
-        component.name.startswith("head.block.") and config.require_lm().parallel.head_parallelism == "tensor"
-    )
-    if component.name == ROW_PARALLEL or (splits_head and last_name in HEAD_ROWS):
+    splits_head = config.require_lm().parallel.head_parallelism == "tensor"
+    if component.name == ROW_PARALLEL or (splits_head and component.split == "rows"):
         return (component.parameters - d) // tensor + d
-    if splits_head and last_name in HEAD_COLUMNS:
+    if splits_head and component.split == "columns":
         return component.parameters // tensor
     if component.part == "head" or "norm" in component.name or component.name == "input.latent":
         return component.parameters

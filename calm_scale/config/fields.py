@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import isabstract
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -15,6 +16,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.errors import ConfigError
+from calm_scale.config.lm import HEADS, HeadConfig, head_class
 from calm_scale.config.run import RunConfig
 from calm_scale.config.section import RESULTS, RESUME_WORDS, Policy, Section
 
@@ -135,10 +137,12 @@ def _is_of_kind(field: Field, document: Mapping[str, Any] | None) -> bool:
 
 
 def _sections_in(annotation: Any) -> list[type[Section]]:
-    """The section classes in a type, each with its subclasses, which a user's package may add."""
+    """The section classes in a type, each with its subclasses, which a user's package may add; no abstract ones."""
+    built_in = [head_class(kind) for kind in HEADS] if annotation is HeadConfig else []
     if isinstance(annotation, type) and issubclass(annotation, Section):
         below = [section for one in annotation.__subclasses__() for section in _sections_in(one)]
-        return [annotation, *below]
+        own = [] if isabstract(annotation) else [annotation]
+        return list(dict.fromkeys([*built_in, *own, *below]))
     parts = [section for part in get_args(annotation) for section in _sections_in(part)]
     return list(dict.fromkeys(parts))
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from calm_scale.config.errors import ConfigError
+from calm_scale.config.extensions import load_extension
 from calm_scale.config.files import checked
-from calm_scale.config.section import FORBIDDEN, OF_THE_MODEL, RESULTS, SAFE, Policy, Section
+from calm_scale.config.section import FORBIDDEN, OF_THE_MODEL, SAFE, Policy, Section
 from calm_scale.config.training import TrainingConfig
+
+if TYPE_CHECKING:
+    from calm_scale.accounting.activations import Saved
+    from calm_scale.accounting.communication import Traffic
+    from calm_scale.accounting.components import Component
+    from calm_scale.config.run import RunConfig
+    from calm_scale.lm.heads.base import GenerativeHead
 
 
 class BackboneConfig(Section):
@@ -65,80 +76,137 @@ class BackboneConfig(Section):
         return self.hidden_size // self.num_heads
 
 
-class HeadSection(Section):
-    """The settings of a generative head. A field without a policy of its own belongs to the model."""
+class HeadConfig(Section, ABC):
+    """Everything known of one kind of head, without torch: settings, parameters, FLOPs, bytes, and how it is built.
+
+    ``lm.head.kind`` names a subclass: a built-in one, or ``package.module:Name``, which is then the default of its
+    ``kind``. A field without a policy of its own belongs to the model. All costs are per position.
+    """
 
     field_policy = OF_THE_MODEL
 
+    predicts: ClassVar[Literal["latents", "tokens"]] = "latents"
+    """Latent vectors that the frozen autoencoder decodes, or the tokens themselves."""
+    splits_weights: ClassVar[bool] = False
+    """Whether ``head_parallelism: tensor`` can split its weights over the tensor-parallel ranks."""
 
-class EnergyHeadConfig(HeadSection):
-    """Single-step sampler trained with the energy loss (Eq. 10)."""
-
-    kind: Literal["energy"] = "energy"
+    kind: str
     """The head's name."""
+
+    def blocks(self, num_layers: int) -> int:
+        """Residual blocks on a backbone of L layers."""
+        return 0
+
+    @property
+    def repeats(self) -> int:
+        """Times its blocks run at each position while training."""
+        return 1
+
+    @abstractmethod
+    def components(self, run: RunConfig, *, shared_condition: bool = True) -> Sequence[Component]:
+        """Parameters and matrix products of the head, part ``head``, without the loss.
+
+        ``shared_condition``: False counts what depends on the hidden state alone once for every sample.
+        """
+
+    def loss_components(self, run: RunConfig) -> Sequence[Component]:
+        """Matrix products of the loss, part ``loss``; none where it is element-wise."""
+        return ()
+
+    @abstractmethod
+    def kept_bytes(self, run: RunConfig, rows: int) -> Saved:
+        """Activation bytes of head and loss for each position that a rank owns, of which it has ``rows``."""
+
+    def traffic(self, run: RunConfig, hidden: float, micro_batches: int) -> Sequence[Traffic]:
+        """What tensor-parallel ranks exchange inside the head in one step where its weights are split.
+
+        ``hidden``: bytes of one micro-batch of hidden states.
+        """
+        raise ConfigError(f"lm.head.kind {self.kind}: its weights cannot be split over tensor-parallel ranks")
+
+    @abstractmethod
+    def build(self, stage: LMStage, latent_size: int) -> GenerativeHead:
+        """The torch module, for hidden states of the backbone and latents of size l."""
+
+    def tiny(self) -> HeadConfig:
+        """The same head with few blocks and draws, for counting its operations in a second."""
+        return self
+
+    def loss_alone(self, run: RunConfig, batch: int) -> Callable[[bool], object] | None:
+        """A call (with gradient or without) of the loss alone on ``batch`` sequences, where torch's counter sees other
+        products in it than ``loss_components`` has; None where it counts them as they are."""
+        return None
+
+    def notes(self) -> Sequence[str]:
+        """One line for each setting that is valid and rarely meant: its key in the section, and what it does."""
+        return ()
+
+
+class BlockHeadConfig(HeadConfig):
+    """A head of residual blocks."""
+
     num_blocks: int | None = Field(default=None, gt=0)
     """Residual blocks; null is L/4."""
-    noise_size: int = Field(default=64, gt=0)
-    """Numbers of noise that a sample begins with."""
-    num_samples: Annotated[int, RESULTS] = Field(default=8, ge=2)
-    """Samples of the head at each position in the loss, N."""
-    num_posterior: Annotated[int, RESULTS] = Field(default=100, ge=1)
-    """Draws from the encoder's posterior at each position in the loss, M."""
-    alpha: Annotated[float, RESULTS] = Field(default=1.0, gt=0, le=2)
-    """Exponent of the distances; the score is strictly proper below 2, at 2 only the samples' mean counts."""
+
+    def blocks(self, num_layers: int) -> int:
+        """As many as given, or a quarter of the backbone's layers."""
+        return self.num_blocks or max(1, num_layers // 4)
+
+    def tiny(self) -> HeadConfig:
+        """Two blocks."""
+        return self.model_copy(update={"num_blocks": 2})
 
 
-class FlowHeadConfig(HeadSection):
-    """Flow matching with a midpoint sampler (Figs. 8–9)."""
-
-    kind: Literal["flow"] = "flow"
-    """The head's name."""
-    num_blocks: int | None = Field(default=None, gt=0)
-    """Residual blocks; null is L/4."""
-    num_repeats: Annotated[int, RESULTS] = Field(default=8, ge=1)
-    """Times and noises drawn at each position in the loss."""
-    sampling_steps: Annotated[int, SAFE] = Field(default=4, ge=1)
-    """Steps of the sampler."""
+HEADS: Mapping[str, str] = {
+    "energy": "calm_scale.lm.heads.energy:EnergyHeadConfig",
+    "flow": "calm_scale.lm.heads.denoising:FlowHeadConfig",
+    "diffusion": "calm_scale.lm.heads.denoising:DiffusionHeadConfig",
+    "softmax": "calm_scale.lm.heads.softmax:SoftmaxHeadConfig",
+}
+"""The built-in heads; the room of the language model holds them."""
 
 
-class DiffusionHeadConfig(HeadSection):
-    """Cosine-schedule diffusion with an ancestral sampler (Figs. 8–9)."""
+def head_class(kind: str) -> type[HeadConfig]:
+    """The class of a head.
 
-    kind: Literal["diffusion"] = "diffusion"
-    """The head's name."""
-    num_blocks: int | None = Field(default=None, gt=0)
-    """Residual blocks; null is L/4."""
-    num_repeats: Annotated[int, RESULTS] = Field(default=8, ge=1)
-    """Times and noises drawn at each position in the loss."""
-    train_timesteps: Annotated[int, Policy("results", model=True)] = Field(default=1000, ge=2)
-    """Timesteps of the noise schedule."""
-    sampling_steps: Annotated[int, SAFE] = Field(default=100, ge=1)
-    """Steps of the sampler."""
-
-
-class SoftmaxHeadConfig(HeadSection):
-    """The discrete autoregressive baseline: token input (K = 1), softmax output, untied embeddings."""
-
-    kind: Literal["softmax"] = "softmax"
-    """The head's name."""
+    Raises:
+        ValueError: no such head, or what is named is none.
+    """
+    try:
+        found = load_extension(HEADS.get(kind, kind), "calm_scale.heads", "lm.head.kind")
+    except ConfigError as error:
+        raise ValueError(f"{error}; built in are {', '.join(HEADS)}") from None
+    if not (isinstance(found, type) and issubclass(found, HeadConfig)):
+        raise ValueError(f"{kind} is not a head: it does not derive from calm_scale.config.lm.HeadConfig")
+    return found
 
 
-def _kind(head: object) -> str | None:
-    kind = head.get("kind") if isinstance(head, dict) else getattr(head, "kind", None)
-    return kind if isinstance(kind, str) else None
+def _default_head() -> HeadConfig:
+    return head_class("energy").model_validate({})
 
 
-HeadConfig = Annotated[
-    Annotated[EnergyHeadConfig, Tag("energy")]
-    | Annotated[FlowHeadConfig, Tag("flow")]
-    | Annotated[DiffusionHeadConfig, Tag("diffusion")]
-    | Annotated[SoftmaxHeadConfig, Tag("softmax")],
-    Discriminator(
-        _kind,
-        custom_error_type="head_kind",
-        custom_error_message="a head needs `kind`: energy, flow, diffusion or softmax",
-    ),
-]
+def _head(value: object) -> object:
+    if isinstance(value, HeadConfig):
+        return value
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    if not isinstance(kind, str):
+        raise PydanticCustomError(
+            "head_kind",
+            "a head needs `kind`: energy, flow, diffusion or softmax, or package.module:Name of your own",
+        )
+    try:
+        of_kind = head_class(kind)
+    except ValueError as error:
+        detail = {
+            "type": PydanticCustomError("head_kind", "{error}", {"error": str(error)}),
+            "loc": ("kind",),
+        }
+        line = InitErrorDetails(**detail, input=kind)  # type: ignore[typeddict-item]
+        raise ValidationError.from_exception_data("head", [line]) from None
+    return of_kind.model_validate(value)
+
+
+Head = Annotated[SerializeAsAny[HeadConfig], BeforeValidator(_head)]
 
 
 class ParallelConfig(Section):
@@ -203,7 +271,7 @@ class LMStage(Section):
 
     backbone: BackboneConfig
     """The Transformer."""
-    head: HeadConfig = EnergyHeadConfig()
+    head: Head = Field(default_factory=_default_head)
     """The generative head."""
     input_mode: Annotated[Literal["discrete", "continuous", "both"], OF_THE_MODEL] = "discrete"
     """What a position reads of the patch before: its tokens, its latent vector, or both."""
@@ -248,16 +316,16 @@ class LMStage(Section):
 
     def _head_fits(self) -> None:
         b, p = self.backbone, self.parallel
-        if self.head.kind == "softmax" or p.tensor == 1:
+        if self.predicts_tokens or p.tensor == 1:
             return
         if p.head_parallelism == "position" and b.positions % p.tensor:
             raise ValueError(
                 f"head_parallelism position gives each of {p.tensor} tensor-parallel ranks an equal share of the "
                 f"positions, and {b.positions} positions do not divide"
             )
-        if p.head_parallelism == "tensor" and self.head.kind != "energy":
+        if p.head_parallelism == "tensor" and not self.head.splits_weights:
             raise ValueError(
-                f"head_parallelism tensor splits the energy head's weights; head {self.head.kind} needs position"
+                f"head_parallelism tensor needs a head whose weights can be split; head {self.head.kind} needs position"
             )
 
     def micro_batches(self, data_parallel: int) -> int:
@@ -286,7 +354,12 @@ class LMStage(Section):
     @property
     def num_blocks(self) -> int:
         """Residual blocks in the generative head (default L/4, at least one)."""
-        return getattr(self.head, "num_blocks", None) or max(1, self.backbone.num_layers // 4)
+        return self.head.blocks(self.backbone.num_layers)
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """True for the autoregressive baseline: tokens in, a law over the vocabulary out, no autoencoder."""
+        return self.head.predicts == "tokens"
 
     @property
     def replica_ranks(self) -> int:

@@ -80,13 +80,15 @@ class RunConfig(Section):
         if self.prep is not None and self.prep.alignment % k:
             raise ValueError(f"prep.alignment {self.prep.alignment} is not a multiple of patch_size {k}")
         if self.lm is not None:
-            softmax = self.lm.head.kind == "softmax"
-            if softmax and k != 1:
+            tokens = self.lm.predicts_tokens
+            if tokens and k != 1:
                 raise ValueError(
-                    f"lm.head.kind softmax predicts single tokens: patch_size must be 1, not {k}"
+                    f"lm.head.kind {self.lm.head.kind} predicts single tokens: patch_size must be 1, not {k}"
                 )
-            if softmax and self.lm.input_mode != "discrete":
-                raise ValueError("lm.head.kind softmax reads tokens: lm.input_mode must be discrete")
+            if tokens and self.lm.input_mode != "discrete":
+                raise ValueError(
+                    f"lm.head.kind {self.lm.head.kind} reads tokens: lm.input_mode must be discrete"
+                )
             self._divides_sequence("lm.backbone.positions", self.lm.backbone.positions)
             if self.evaluation.tensor_parallel > 1:
                 self.lm.for_inference(self.evaluation.tensor_parallel, "evaluation.tensor_parallel")
@@ -197,16 +199,8 @@ def _stage_notes(config: RunConfig, stage: Stage) -> Iterator[str]:
         return
     for line in _schedule_notes(config.require_stage(stage).training):
         yield f"{stage}.training.optimizer.schedule.{line}"
-    if (
-        stage == Stage.LM
-        and config.lm is not None
-        and config.lm.head.kind == "energy"
-        and config.lm.head.alpha == 2
-    ):
-        yield (
-            "lm.head.alpha: at 2 the energy score is not strictly proper: it trains the mean of the samples and "
-            "nothing else; below 2 it trains their whole law"
-        )
+    if stage == Stage.LM:
+        yield from (f"lm.head.{line}" for line in config.require_lm().head.notes())
 
 
 def _schedule_notes(training: TrainingConfig) -> Iterator[str]:

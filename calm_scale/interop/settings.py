@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from calm_scale.config.autoencoder import AutoencoderModelConfig, ObjectiveConfig
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.config.files import checked, findings, read_object
-from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig
+from calm_scale.config.lm import BackboneConfig
 from calm_scale.config.run import RunConfig
 from calm_scale.interop.files import InteropError
+from calm_scale.lm.heads.energy import EnergyHeadConfig
 
 ROPE_THETA = 10_000.0
 _FIXED: dict[str, tuple[Any, ...]] = {

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from calm_scale.config.lm import BackboneConfig, EnergyHeadConfig, LMStage
+from calm_scale.config.lm import BackboneConfig, LMStage
 from calm_scale.config.run import RunConfig
 from calm_scale.interop.files import InteropError, Shape
-from calm_scale.lm.heads import build_head
+from calm_scale.lm.heads.energy import EnergyHeadConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,7 +143,7 @@ def published_shapes(run: RunConfig, stored_vocab_size: int) -> dict[str, Shape]
         shapes |= {f"transformer.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     try:
         with torch.device("meta"):
-            head = build_head(stage, run.latent_size)
+            head = stage.head.build(stage, run.latent_size)
     except (RuntimeError, OverflowError, TypeError) as error:  # TypeError: beyond 64 bits
         raise InteropError(f"config.json describes a head that no memory could hold: {error}") from None
     return shapes | {HEAD + name: tuple(p.shape) for name, p in head.named_parameters()}

@@ -13,9 +13,7 @@ import torch
 
 from calm_scale.accounting.placement import balance
 from calm_scale.config import RunConfig
-from calm_scale.config.lm import LMStage
-from calm_scale.lm.heads import EnergyHead, GenerativeHead, build_head
-from calm_scale.lm.heads.energy.module import split_energy_head
+from calm_scale.lm.heads.base import GenerativeHead
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.pieces import Piece, mark_tensor_parallel, pieces_of
 from calm_scale.runtime.megatron import DTYPES, Layout, Precision, transformer_config
@@ -66,7 +64,7 @@ def build_models(
         model = CalmModel(
             run,
             config,
-            _head(run, stage, layout, precision) if last else None,
+            _head(run, layout, precision) if last and not stage.predicts_tokens else None,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=last,
             vp_stage=vp_stage,
@@ -79,19 +77,14 @@ def build_models(
     return models
 
 
-def _head(run: RunConfig, stage: LMStage, layout: Layout, precision: Precision) -> GenerativeHead | None:
-    if stage.head.kind == "softmax":
-        return None
+def _head(run: RunConfig, layout: Layout, precision: Precision) -> GenerativeHead:
+    stage = run.require_lm()
     with torch.random.fork_rng(devices=[]):
-        head = build_head(stage, run.latent_size)
+        head = stage.head.build(stage, run.latent_size)
     generator = torch.Generator().manual_seed(stream_seed(run.seed, "weights", "head"))
     head.reset_parameters(stage.backbone.init_std, generator)
-    if (
-        stage.parallel.head_parallelism == "tensor"
-        and layout.tensor_size > 1
-        and isinstance(head, EnergyHead)
-    ):
-        head = split_energy_head(head, layout.tensor_rank, layout.tensor_size)
+    if stage.parallel.head_parallelism == "tensor" and layout.tensor_size > 1:
+        head = head.split(layout.tensor_rank, layout.tensor_size)
     for parameter in head.parameters():
         parameter.self_initialized = True  # type: ignore[attr-defined]
     return head.to(layout.device, DTYPES[precision])

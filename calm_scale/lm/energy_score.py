@@ -15,11 +15,10 @@ from typing import Any, Literal, cast
 
 import torch
 
+from calm_scale.lm.heads.energy import DRAWS, rows_per_chunk
 from calm_scale.runtime.noise import NoiseChunk, PositionNoise
 
 Backend = Literal["auto", "torch", "triton"]
-DRAWS = 128  # posterior draws in one stream; part of the noise's name, so changing it changes the numbers
-_CHUNK_ELEMENTS = 1 << 20
 _NEAR = 0.05  # d² below this share of |e|² + |y|² is recomputed from the difference itself
 _MIN_SQUARED = 1e-30  # floor under d² where it is raised to a negative power
 
@@ -95,7 +94,7 @@ class _EnergyScore(torch.autograd.Function):
         loss = torch.empty(flat.shape[0], dtype=dtype, device=samples.device)
         grad = torch.empty(flat.shape, dtype=dtype, device=samples.device) if wants_grad else None
         pairs = _Pairs(num_samples, dtype, samples.device)
-        for chunk in noise.chunks(_rows_per_chunk(num_samples, num_posterior, size)):
+        for chunk in noise.chunks(rows_per_chunk(num_samples, num_posterior, size)):
             rows = chunk.rows
             y = flat[rows].to(dtype) - mean[rows].to(dtype)[:, None]
             std = log_std[rows].to(dtype).exp()
@@ -184,11 +183,6 @@ def _power(squared: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Ten
     if alpha == 1.0:
         return squared.sqrt(), floored.rsqrt_()
     return squared.pow(alpha / 2), floored.pow_(alpha / 2 - 1).mul_(alpha)
-
-
-def _rows_per_chunk(num_samples: int, num_posterior: int, size: int) -> int:
-    widest = max(min(num_posterior, DRAWS), num_samples * (num_samples - 1) // 2) * size
-    return max(1, _CHUNK_ELEMENTS // widest)
 
 
 def _check(

@@ -10,7 +10,7 @@ from torch import nn
 
 from calm_scale.config import RunConfig
 from calm_scale.lm.backbone import Rotary, build_backbone
-from calm_scale.lm.heads import GenerativeHead
+from calm_scale.lm.heads.base import GenerativeHead
 from calm_scale.lm.targets import Targets, gather_all, mark_position_parallel, take_owned
 from calm_scale.lm.token_layers import Compressor, PlainEmbedding, VocabularyOutput
 
@@ -43,9 +43,7 @@ class CalmModel(nn.Module):
         from megatron.core.enums import ModelType
 
         super().__init__()
-        stage = run.lm
-        if stage is None:
-            raise ValueError("the run has no language-model section")
+        stage = run.require_lm()
         self.config = config
         self.pre_process = pre_process
         self.post_process = post_process
@@ -53,7 +51,7 @@ class CalmModel(nn.Module):
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = False
         self.patch_size = run.patch_size
-        self.is_autoregressive = stage.head.kind == "softmax"
+        self.is_autoregressive = stage.predicts_tokens
         self.splits_positions = not self.is_autoregressive and stage.parallel.head_parallelism == "position"
         self.rotary = Rotary(stage.backbone, device)
         self.compressor: Compressor | PlainEmbedding | None = None

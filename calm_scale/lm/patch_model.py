@@ -12,7 +12,7 @@ from torch import nn
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm.backbone import LayerCache, attached, core_attentions
 from calm_scale.lm.build import build_models
-from calm_scale.lm.heads import GenerativeHead
+from calm_scale.lm.heads.base import GenerativeHead
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.sharded import read_weights
 from calm_scale.lm.targets import LatentCodec, gather_all, input_latents, owned_positions

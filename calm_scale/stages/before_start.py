@@ -69,7 +69,7 @@ def fingerprints(config: RunConfig, stage: Stage) -> dict[str, str | None]:
     if (manifest := manifest_of(config, training_split(config, stage))) is not None:
         seen["tokenizer_fingerprint"] = manifest.tokenizer_fingerprint
         seen["shards_fingerprint"] = manifest.fingerprint
-    if stage == Stage.AUTOENCODER or (config.lm is not None and config.lm.head.kind == "softmax"):
+    if stage == Stage.AUTOENCODER or (config.lm is not None and config.lm.predicts_tokens):
         seen["autoencoder_fingerprint"] = None
     elif (config.autoencoder_export / CARD_FILE).is_file():
         seen["autoencoder_fingerprint"] = read_card(config.autoencoder_export).fingerprint

@@ -81,7 +81,7 @@ def run_evaluation(
         if world.is_first:
             save(result, path)
         exact = None
-        if stage.head.kind == "softmax":
+        if stage.predicts_tokens:
             beside = path if is_regular(path) else own_name
             exact = _exact(config, opened, dataset, crew, provenance, beside if world.is_first else None)
         if world.is_first:  # all is on the disk by now: whoever reads the output may have gone

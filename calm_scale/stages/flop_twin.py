@@ -13,7 +13,6 @@ from calm_scale.accounting.model_components import (
     model_of,
     recomputed,
 )
-from calm_scale.config.lm import EnergyHeadConfig
 from calm_scale.config.run import RunConfig
 
 BATCH = 2
@@ -35,7 +34,7 @@ def compare(config: RunConfig) -> list[Comparison]:
     torch.manual_seed(0)
     twin = tiny_twin(config)
     found = _language_model(twin)
-    if twin.lm is not None and twin.lm.head.kind != "softmax":
+    if twin.lm is not None and not twin.lm.predicts_tokens:
         found += _autoencoder(twin)
     return found
 
@@ -56,9 +55,7 @@ def tiny_twin(config: RunConfig) -> RunConfig:
     document["lm"]["backbone"] |= backbone
     document["lm"]["parallel"] = {"recompute": lm.parallel.recompute}
     document["lm"]["training"] |= {"global_batch": BATCH, "micro_batch": BATCH, "precision": "fp32"}
-    head = document["lm"]["head"]
-    head |= {key: min(head[key], limit) for key, limit in (("num_posterior", 5),) if key in head}
-    head |= {"num_blocks": 2} if "num_blocks" in head else {}
+    document["lm"]["head"] = lm.head.tiny()
     document |= {"name": "twin", "vocab_size": 64, "prep": None}
     if document["autoencoder"] is not None:
         document["autoencoder"]["model"] |= {"hidden_size": 16, "ffn_size": 24, "latent_size": 12}
@@ -94,7 +91,7 @@ def _language_model(twin: RunConfig) -> list[Comparison]:
     from calm_scale.training.megatron.engine import MegatronEngine
 
     codec = None
-    if twin.lm is not None and twin.lm.head.kind != "softmax":
+    if twin.lm is not None and not twin.lm.predicts_tokens:
         codec = Autoencoder(model_of(twin), twin.vocab_size, twin.patch_size).eval().requires_grad_(False)
     engine = MegatronEngine(twin, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), codec)
     tokens = torch.randint(0, twin.vocab_size, (1, BATCH, POSITIONS * twin.patch_size))
@@ -103,7 +100,7 @@ def _language_model(twin: RunConfig) -> list[Comparison]:
     forward = _count(lambda: engine.evaluate([batch]))
     both = _count(lambda: engine.train_step(batch, 1e-3))
     loss_forward, loss_both = _loss_alone(twin)
-    executed = [c for c in lm_components(twin) if c.part != "loss"]
+    executed = [c for c in lm_components(twin) if c.part != "loss" or not loss_both]
     looked_up = [c for c in executed if c.name.startswith("encoder.token.")]
     components = [c for c in executed if c not in looked_up]
     mode = twin.lm.parallel.recompute if twin.lm else "none"
@@ -127,33 +124,11 @@ def _language_model(twin: RunConfig) -> list[Comparison]:
 
 
 def _loss_alone(twin: RunConfig) -> tuple[int, int]:
-    """Counted FLOPs per position of the energy loss: forward only, with gradient."""
-    import torch
-
-    from calm_scale.lm.energy_score import energy_score
-    from calm_scale.runtime.noise import PositionNoise
-
-    head = twin.lm.head if twin.lm else None
-    if not isinstance(head, EnergyHeadConfig):
+    """Counted FLOPs per position of a loss that is itemised: forward only, with gradient."""
+    run = twin.require_lm().head.loss_alone(twin, BATCH)
+    if run is None:
         return 0, 0
-    num_posterior, alpha = head.num_posterior, head.alpha
-    samples = torch.randn(BATCH, POSITIONS, head.num_samples, twin.latent_size)
-    mean = torch.randn(BATCH, POSITIONS, twin.latent_size)
-
-    def run(wants_grad: bool) -> int:
-        noise = PositionNoise(0, 0, list(range(BATCH)), range(POSITIONS))
-        points = samples.clone().requires_grad_(wants_grad)
-
-        def score() -> None:
-            loss = energy_score(
-                points, mean, torch.zeros_like(mean), noise, num_posterior=num_posterior, alpha=alpha
-            )
-            if wants_grad:
-                loss.sum().backward()
-
-        return _count(score)
-
-    return run(wants_grad=False), run(wants_grad=True)
+    return _count(lambda: run(False)), _count(lambda: run(True))
 
 
 def _count(work: Callable[[], Any]) -> int:

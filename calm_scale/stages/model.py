@@ -89,7 +89,7 @@ def open_model(
     path, card = world.on_first(look, patience=lambda: None)
     see_alike(world, path, lambda: files_under(path))
     codec = None
-    if stage.head.kind != "softmax":
+    if not stage.predicts_tokens:
         codec, export = frozen_autoencoder(config, None, world)
         world.on_first(lambda: _refuse_other_autoencoder(config, export, card, path))
     model = load_patch_model(config, path / SHARDS, world, codec, tensor=tensor)
@@ -159,7 +159,7 @@ def _with_defaults(document: Mapping[str, Any]) -> dict[str, Any]:
         return dict(document)
     backbone, head = dict(section["backbone"]), dict(section["head"])
     backbone["num_query_groups"] = backbone.get("num_query_groups") or backbone.get("num_heads")
-    if head.get("kind") != "softmax":
+    if "num_blocks" in head:
         head["num_blocks"] = head.get("num_blocks") or max(1, int(backbone.get("num_layers", 0)) // 4)
     return {**document, "lm": {**section, "backbone": backbone, "head": head}}
 

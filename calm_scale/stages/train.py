@@ -149,7 +149,7 @@ def _language_model(config: RunConfig, data: ShardDataset, world: World) -> Stag
 
     stage = config.require_lm()
     codec, fingerprint = None, None
-    if stage.head.kind != "softmax":
+    if not stage.predicts_tokens:
         codec, card = frozen_autoencoder(config, data, world)
         fingerprint = card.fingerprint
     pad_id = data.manifest.pad_id if data.manifest.served_padding else None

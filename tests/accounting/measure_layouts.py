@@ -121,7 +121,7 @@ def measure(config: RunConfig, world: World) -> dict[str, Any]:
     assert config.lm is not None and config.autoencoder is not None
     codec = Autoencoder(config.autoencoder.model, config.vocab_size, config.patch_size)
     codec.eval().requires_grad_(False)
-    softmax = config.lm.head.kind == "softmax"
+    softmax = config.lm.predicts_tokens
     engine = MegatronEngine(config, world, None if softmax else codec)
     training = config.lm.training
     shape = (training.accumulation(engine.data_size), training.micro_batch)

@@ -12,7 +12,7 @@ from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, Section
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.fields import documented, explain, fields_of, markdown, policy_of
-from calm_scale.config.lm import HeadSection
+from calm_scale.config.lm import HeadConfig
 from calm_scale.config.section import RESULTS, SAFE, Policy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/configuration.md"
@@ -71,7 +71,7 @@ def test_a_field_of_another_version_is_judged_as_its_section_is() -> None:
 
 
 def test_a_field_of_a_head_belongs_to_the_model_unless_it_says_otherwise() -> None:
-    class Head(HeadSection):
+    class Head(HeadConfig):
         kind: Literal["mmd"] = "mmd"
         width: int = 3
         batch: Annotated[int, SAFE] = 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from calm_scale.config.lm import LMStage
-from calm_scale.lm.heads import DiffusionHead, EnergyHead, FlowHead, build_head
-from calm_scale.lm.heads.denoising.module import cosine_alpha_bar
+from calm_scale.lm.heads.denoising.module import DiffusionHead, FlowHead, cosine_alpha_bar
+from calm_scale.lm.heads.energy.module import EnergyHead
 from calm_scale.runtime.noise import PositionNoise
 
 HEADS = {
@@ -99,7 +99,7 @@ def test_build_head_makes_the_other_heads(kind, cls):
             "training": {"steps": 1, "global_batch": 1},
         }
     )
-    head = build_head(stage, latent_size=6)
+    head = stage.head.build(stage, latent_size=6)
     assert isinstance(head, cls) and (head.num_repeats, head.sampling_steps) == (3, 7)
     assert len(head.net.blocks) == 2
 

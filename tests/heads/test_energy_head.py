@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from calm_scale.config import ConfigError
 from calm_scale.config.lm import LMStage
-from calm_scale.lm.heads import EnergyHead, build_head
+from calm_scale.lm.heads.energy.module import EnergyHead
 from calm_scale.runtime.noise import PositionNoise
 
 D, L, NOISE = 12, 5, 7
@@ -145,12 +145,14 @@ def _stage(**head):
 
 
 def test_build_head_follows_the_config():
-    head = build_head(_stage(kind="energy", num_samples=3, num_posterior=5, alpha=1.5), latent_size=6)
+    stage = _stage(kind="energy", num_samples=3, num_posterior=5, alpha=1.5)
+    head = stage.head.build(stage, latent_size=6)
     assert isinstance(head, EnergyHead)
     assert (len(head.mlp_blocks), head.num_samples, head.num_posterior, head.alpha) == (2, 3, 5, 1.5)
     assert (head.hidden_size, head.latent_size) == (16, 6)
 
 
 def test_softmax_is_not_a_latent_head():
+    stage = _stage(kind="softmax")
     with pytest.raises(ConfigError, match=r"lm\.head\.kind"):
-        build_head(_stage(kind="softmax"), latent_size=6)
+        stage.head.build(stage, latent_size=6)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calm_scale.lm.energy_score import DRAWS, energy_score
+from calm_scale.lm.energy_score import energy_score
+from calm_scale.lm.heads.energy import DRAWS
 from calm_scale.runtime.noise import PositionNoise
 
 ALPHAS = [0.5, 0.75, 1.0, 1.5, 1.75, 2.0]
@@ -201,12 +202,3 @@ def test_what_does_not_fit_is_refused(change, message):
     given = {"samples": samples, "mean": mean, "log_std": log_std, "noise": noise, "num_posterior": 4}
     with pytest.raises(ValueError, match=message):
         energy_score(**{**given, **change})
-
-
-def test_accounting_knows_the_chunk():
-    """The memory model of the loss counts one chunk of draws; it cannot import torch, so it repeats two numbers."""
-    from calm_scale.accounting import activations
-    from calm_scale.lm import energy_score as module
-
-    assert activations._SCORE_CHUNK == module._CHUNK_ELEMENTS
-    assert activations._DRAWS == module.DRAWS

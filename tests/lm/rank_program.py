@@ -78,7 +78,7 @@ def run_world(cases: list[dict[str, Any]], out: Path, meeting: str, rank: int, w
 
 def run_case(case: dict[str, Any], world: Any, out: Path) -> dict[str, Any]:
     run = RunConfig.model_validate(case["run"])
-    codec = None if run.lm.head.kind == "softmax" else FixedCodec(run.vocab_size)
+    codec = None if run.lm.predicts_tokens else FixedCodec(run.vocab_size)
     report: dict[str, Any] = {}
     try:
         engine = MegatronEngine(run, world, codec, case.get("pad_id"))

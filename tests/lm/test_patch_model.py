@@ -40,7 +40,7 @@ def world() -> Iterator[Any]:
 def make(world: Any, run: RunConfig) -> MegatronPatchModel:
     single, layout = inference_layout(run, world)
     (model,) = build_models(single, layout)
-    codec = None if run.lm.head.kind == "softmax" else Codec(run.vocab_size)
+    codec = None if run.lm.predicts_tokens else Codec(run.vocab_size)
     return MegatronPatchModel(model, single, codec)
 
 

@@ -209,7 +209,7 @@ def step(config: RunConfig, stage: str, world: World) -> None:
         training, patches = ae.training, ae.patches
     elif lm is not None:
         codec = Autoencoder(ae.model, config.vocab_size, config.patch_size).eval().requires_grad_(False)
-        engine = MegatronEngine(config, world, None if lm.head.kind == "softmax" else codec)
+        engine = MegatronEngine(config, world, None if lm.predicts_tokens else codec)
         training, patches = lm.training, lm.backbone.positions
     data = batch(engine, config, training, patches)
     result = engine.train_step(data, 1e-4)

@@ -18,7 +18,7 @@ import torch
 
 from calm_scale.checkpoint.card import Card, Counters
 from calm_scale.config import RunConfig
-from calm_scale.config.lm import FlowHeadConfig
+from calm_scale.lm.heads.denoising import FlowHeadConfig
 from calm_scale.stages import evaluate as stage
 from calm_scale.stages.model import OpenModel
 

@@ -46,6 +46,10 @@ class GenerativeHead(nn.Module, ABC):
     def reset_parameters(self, init_std: float, generator: torch.Generator | None = None) -> None:
         """Initialise from ``generator`` (torch's global one if None): the same weights on every rank."""
 
+    def split(self, rank: int, size: int) -> GenerativeHead:
+        """This rank's part of the head under ``head_parallelism: tensor``; its configuration says if there is one."""
+        raise NotImplementedError(f"{type(self).__name__} cannot split its weights over {size} ranks")
+
     @property
     def weight_dtype(self) -> torch.dtype:
         """The type the head computes in."""

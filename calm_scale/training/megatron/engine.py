@@ -250,7 +250,7 @@ def _check(run: RunConfig, layout: Layout, codec: LatentCodec | None) -> None:
         stage.micro_batches(layout.data_size)
     except ValueError as error:
         raise ConfigError(f"lm: {error}") from None
-    if codec is None and stage.head.kind != "softmax":
+    if codec is None and not stage.predicts_tokens:
         raise ConfigError(
             f"lm.head.kind {stage.head.kind} is trained against a frozen autoencoder: none was given"
         )

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from calm_scale.lm.heads.base import GenerativeHead, init_linears, linear_fp32
+from calm_scale.lm.heads.denoising import TIME_FEATURES
 from calm_scale.runtime.noise import PositionNoise, Randomness, normal
 
 _NORM_EPS = 1e-6
-_FREQUENCIES = 256
 _MAX_BETA = 0.999
 # The KL term keeps latents within a few units; unclipped, early steps amplify errors 1000-fold.
 _MAX_LATENT = 6.0
@@ -27,11 +27,11 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(_FREQUENCIES, size), nn.SiLU(), nn.Linear(size, size))
+        self.mlp = nn.Sequential(nn.Linear(TIME_FEATURES, size), nn.SiLU(), nn.Linear(size, size))
 
     def forward(self, time: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """time [...] in [0, 1] → [..., d]."""
-        half = _FREQUENCIES // 2
+        half = TIME_FEATURES // 2
         exponent = torch.arange(half, device=time.device, dtype=torch.float32) / half
         angle = 1000.0 * time.float()[..., None] * torch.exp(-math.log(10_000.0) * exponent)
         return self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1).to(dtype))  # type: ignore[no-any-return]

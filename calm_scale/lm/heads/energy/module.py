@@ -137,19 +137,17 @@ class EnergyHead(GenerativeHead):
             backend=self.backend,
         )
 
+    def split(self, rank: int, size: int) -> EnergyHead:
+        """Replaces each residual block by this rank's part of it. The rest of the head stays replicated."""
+        parts = (SplitEnergyBlock(cast(EnergyBlock, block), rank, size) for block in self.mlp_blocks)
+        self.mlp_blocks = nn.ModuleList(parts)
+        return self
+
     def sample(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
         """hidden [..., d] → [num_samples, ..., l]."""
         shape = (*hidden.shape[:-1], num_samples, self.noise_size)
         drawn = uniform(shape, generator).to(hidden.device) - 0.5
         return self(hidden, drawn).movedim(-2, 0)  # type: ignore[no-any-return]
-
-
-def split_energy_head(head: EnergyHead, rank: int, size: int) -> EnergyHead:
-    """Replace each residual block by this rank's part of it. The rest of the head stays replicated."""
-    head.mlp_blocks = nn.ModuleList(
-        SplitEnergyBlock(cast(EnergyBlock, block), rank, size) for block in head.mlp_blocks
-    )
-    return head
 
 
 class SplitEnergyBlock(nn.Module):
@@ -238,3 +236,18 @@ def _leave(x: torch.Tensor) -> torch.Tensor:
 
     left: torch.Tensor = reduce_from_tensor_model_parallel_region(x)
     return left
+
+
+def score_noise(
+    shape: tuple[int, int, int, int], num_posterior: int, alpha: float, with_gradient: bool
+) -> None:
+    """The energy loss alone, of standard normal samples [B, P, N, l] around a posterior of the same kind."""
+    b, p, _, l = shape
+    samples = torch.randn(shape, requires_grad=with_gradient)
+    mean = torch.randn(b, p, l)
+    noise = PositionNoise(0, 0, list(range(b)), range(p))
+    loss = energy_score(
+        samples, mean, torch.zeros_like(mean), noise, num_posterior=num_posterior, alpha=alpha
+    )
+    if with_gradient:
+        loss.sum().backward()
