@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +43,22 @@ def configuration(make: MakeRun, name: str, parallel: dict[str, Any]) -> RunConf
     return made.model_copy(update={"name": name})
 
 
-def measure(configs: list[RunConfig], num_ranks: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+Records = dict[str, list[dict[str, Any]]]
+"""What every rank measured, by the configuration's name."""
+
+
+def measure(
+    run_ranks: Callable[..., Any], configs: Sequence[RunConfig], num_ranks: int, folder: Path
+) -> Records:
     paths = [folder / f"{config.name}.yaml" for config in configs]
     for config, path in zip(configs, paths, strict=True):
         path.write_text(to_yaml(config), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", f"--master-port={port}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *map(str, paths)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for part in done.stdout.split("measured ")[1:]:
-        record = json.JSONDecoder().raw_decode(part)[0]
-        found[record["name"]].append(record)
+    found: Records = defaultdict(list)
+    for code, out, err in run_ranks(SCRIPT, *map(str, paths), num_ranks=num_ranks, timeout=280):
+        assert code == 0, err[-3000:]
+        for part in out.split("measured ")[1:]:
+            record = json.JSONDecoder().raw_decode(part)[0]
+            found[record["name"]].append(record)
     assert all(len(found[config.name]) == num_ranks for config in configs)
     return found
 
@@ -104,16 +95,28 @@ def zero_configuration(level: int, precision: str, vocab_size: int) -> RunConfig
     return RunConfig.model_validate({"name": f"zero{level}", "vocab_size": vocab_size, "autoencoder": stage})
 
 
-@pytest.mark.ranks
-def test_autoencoder_under_zero(tmp_path: Path) -> None:
+ZERO = [
+    zero_configuration(*case)
     # 2003 · 64 weights are more than DeepSpeed keeps whole under ZeRO 3.
-    cases = ((0, "bf16", 2003), (1, "fp32", 2003), (2, "fp32", 2003), (3, "fp32", 2003))
-    configs = [zero_configuration(*case) for case in cases]
-    found = measure(configs, 2, tmp_path)
-    for config in configs:
+    for case in ((0, "bf16", 2003), (1, "fp32", 2003), (2, "fp32", 2003), (3, "fp32", 2003))
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    make_tiny: MakeRun, run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[RunConfig], Records]:
+    """The language models and what was measured; DeepSpeed, which lets go of no engine, comes after them."""
+    configs = [configuration(make_tiny, name, parallel) for name, parallel in LAYOUTS.items()]
+    return configs, measure(run_ranks, [*configs, *ZERO], 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.ranks
+def test_autoencoder_under_zero(two_ranks: tuple[list[RunConfig], Records]) -> None:
+    for config in ZERO:
         expected = memory.autoencoder(config, 2, kernels="local").total
         traffic = communication.autoencoder(config, 2)
-        for record in found[config.name]:
+        for record in two_ranks[1][config.name]:
             assert expected == pytest.approx(record["static"] + record["peak"], rel=0.10), record
             for operation in ("all_reduce", "all_gather", "reduce_scatter"):
                 sent = sum(item.bytes for item in traffic if item.operation == operation)
@@ -122,16 +125,15 @@ def test_autoencoder_under_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_two_ranks(make_tiny: MakeRun, tmp_path: Path) -> None:
-    configs = [configuration(make_tiny, name, parallel) for name, parallel in LAYOUTS.items()]
-    found = measure(configs, 2, tmp_path)
+def test_two_ranks(two_ranks: tuple[list[RunConfig], Records]) -> None:
+    configs, found = two_ranks
     for config in configs:
         check(config, found[config.name], 2)
 
 
 @pytest.mark.ranks
-def test_four_ranks(make_tiny: MakeRun, tmp_path: Path) -> None:
+def test_four_ranks(make_tiny: MakeRun, run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     configs = [configuration(make_tiny, name, parallel) for name, parallel in FOUR_RANKS.items()]
-    found = measure(configs, 4, tmp_path)
+    found = measure(run_ranks, configs, 4, tmp_path)
     for config in configs:
         check(config, found[config.name], 4)
