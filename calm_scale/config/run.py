@@ -212,7 +212,7 @@ def _schedule_notes(training: TrainingConfig) -> Iterator[str]:
         )
     if schedule.kind == "wsd" and schedule.warmup_steps + schedule.decay_steps > steps:
         yield _overlap(training.optimizer, steps)
-    if schedule.kind != "wsd" and schedule.decay_steps:
+    if schedule.kind in ("constant", "cosine") and schedule.decay_steps:
         yield f"decay_steps: {schedule.decay_steps:,} is not used, kind {schedule.kind} has no such phase (wsd has)"
     if schedule.kind == "constant" and schedule.min_lr_ratio:
         yield f"min_lr_ratio: {schedule.min_lr_ratio} is not used, kind constant does not decay"

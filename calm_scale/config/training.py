@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from calm_scale.config.errors import ConfigError
+from calm_scale.config.extensions import load_extension
 from calm_scale.config.section import RESULTS, SAFE, Section
 
 NODE_MTBF_HOURS = 6334.0
@@ -17,13 +18,35 @@ UNESTIMATED_STEPS = 1000
 """Steps between saves under ``auto`` where no step time can be estimated (a device that is not in the table)."""
 
 
+SCHEDULES = ("constant", "cosine", "wsd")
+
+
+def _schedule(kind: str) -> str:
+    """A built-in schedule, or a function (optimizer, step, total steps) → learning rate of another package."""
+    if kind in SCHEDULES:
+        return kind
+    try:
+        found = load_extension(kind, SCHEDULE_GROUP, "schedule.kind")
+    except ConfigError as error:
+        raise ValueError(
+            f"should be 'constant', 'cosine' or 'wsd', or package.module:function; {error}"
+        ) from None
+    if not callable(found):
+        raise ValueError(f"{kind} is not a function")
+    return kind
+
+
+SCHEDULE_GROUP = "calm_scale.schedules"
+"""Where installed packages register schedules."""
+
+
 class ScheduleConfig(Section):
     """The learning rate over the steps: linear warm-up from 0, then what ``kind`` says."""
 
     field_policy = RESULTS
 
-    kind: Literal["constant", "cosine", "wsd"] = "constant"
-    """After the warm-up: constant (the paper), cosine to the last step, or warm-up–stable–decay (linear at the end)."""
+    kind: Annotated[str, AfterValidator(_schedule)] = "constant"
+    """After the warm-up: `constant` (the paper), `cosine` to the end, `wsd` (linear at the end), or a function"""
     warmup_steps: int = Field(default=2000, ge=0)
     """Optimizer steps over which the rate rises from 0."""
     decay_steps: int = Field(default=0, ge=0)
