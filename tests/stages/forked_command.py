@@ -6,13 +6,15 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
-READ_BEFORE = ["calm_scale.cli", "calm_scale.stages.lm", "calm_scale.stages.evaluate", "megatron.core"]
+READ_BEFORE = ["calm_scale.cli", "calm_scale.stages.train", "calm_scale.stages.evaluate", "megatron.core"]
 
 
 def run_forked(arguments: tuple[str, ...], timeout: float) -> tuple[int, str, str]:
     """Exit code, standard output and error output of ``calm-scale ARGUMENTS``."""
+    assert all(map(find_spec, READ_BEFORE)), "the server would not say that it cannot find one"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(READ_BEFORE)
     with tempfile.TemporaryDirectory() as folder:
