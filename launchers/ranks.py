@@ -78,9 +78,9 @@ class Ranks(ABC):
         """Every rank's result in rank order, on every rank; for ``patience`` see ``on_first``.
 
         Raises:
-            CalmScaleError: on every rank, the error of the lowest rank that failed, with ``patience`` as soon as one
-                has; an unexpected one with the rank's number, its traceback on that rank's stderr. Alone, the error
-                itself.
+            CalmScaleError: on every rank, the error of the lowest rank that failed by itself, with ``patience`` as
+                soon as one has; an unexpected one with the rank's number, its traceback on that rank's stderr.
+                Alone, the error itself.
         """
         mine = _run(self, work, patience)
         if self.world_size == 1:
@@ -169,15 +169,15 @@ def _pack(outcome: _Outcome[T], rank: int) -> _Sent:
 
 
 def _unpack(rank: int, mine: _Outcome[T], everyone: list[_Sent]) -> list[T]:
-    """All results; or the first error, on its own rank the very object with its cause."""
-    for failed, content in everyone:
-        if failed:
-            error: CalmScaleError = pickle.loads(content)
-            if error.shared_from != rank or mine.error is None:
-                raise error
-            if type(mine.error) is CalmScaleError and mine.error.__cause__ is not None:
-                sys.stderr.write("".join(traceback.format_exception(mine.error.__cause__)))
-            raise mine.error
+    """All results; or the error of the lowest rank that has a cause to show, on its own rank the very object."""
+    errors: list[CalmScaleError] = [pickle.loads(content) for failed, content in everyone if failed]
+    if errors:
+        error = next((e for e in errors if not e.is_consequence), errors[0])
+        if error.shared_from != rank or mine.error is None:
+            raise error
+        if type(mine.error) is CalmScaleError and mine.error.__cause__ is not None:
+            sys.stderr.write("".join(traceback.format_exception(mine.error.__cause__)))
+        raise mine.error
     return [result for _, content in everyone for result in pickle.loads(content)]
 
 
@@ -198,7 +198,7 @@ def _pickled(error: CalmScaleError) -> bytes:
         pass
     kind = ConfigError if error.exit_code == EXIT_USAGE else CalmScaleError
     plain = kind(str(error))
-    plain.shared_from = error.shared_from
+    plain.shared_from, plain.is_consequence = error.shared_from, error.is_consequence
     return pickle.dumps(plain)
 
 

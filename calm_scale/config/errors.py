@@ -28,10 +28,12 @@ checkpoints from before are kept."""
 class CalmScaleError(Exception):
     """Base of every error meant for people; the command line prints its text without a traceback and ends with
     ``exit_code``. ``may_pass``: whether the same command may succeed later or on another node, as it stands.
+    ``is_consequence``: it only says that another rank or process failed, whose error is the one to show.
     ``shared_from``: the rank on which it occurred, once every rank of the job has it."""
 
     exit_code: int = EXIT_ERROR
     may_pass: bool = False
+    is_consequence: bool = False
     shared_from: int | None = None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import CalmScaleError
@@ -37,7 +37,6 @@ from data_prep.prep.prep_report import PrepReport, store_definition, summarise
 from data_prep.prep.segment import TaskName, build_task, find_duplicates
 from data_prep.prep.workers import (
     Progress,
-    Ranks,
     StoppedError,
     Worker,
     detect_ranks,
@@ -49,6 +48,7 @@ from data_prep.shards import read_header
 from data_prep.shards.compressed import CompressedShard, remove_unnamed
 from data_prep.shards.manifest import FolderLock, Manifest, TokenCounts, check_lock
 from data_prep.tokenizer import Tokenizer, load_tokenizer
+from launchers.ranks import Ranks
 
 T = TypeVar("T")
 LOG_NAME = "prep.log.jsonl"
@@ -152,36 +152,25 @@ def _prepare(config: RunConfig, ranks: Ranks, listener: _Listener, *, restart: b
         return _on_first(ranks, lambda: _conclude(begun, tokenizer, ranks, started))
 
 
-def _on_first(ranks: Ranks, action: Callable[[], T]) -> T:
+def _on_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """The result of rank 0 on every rank; its error is raised on every rank."""
-    result, error = _try(ranks, action) if ranks.rank == 0 else (None, None)
-    outcomes: list[T] = _share(ranks, result, error)
-    return outcomes[0]
+    return ranks.on_first(lambda: _explained(ranks, work))
 
 
-def _everywhere(ranks: Ranks, action: Callable[[], T]) -> T:
+def _everywhere(ranks: Ranks, work: Callable[[], T]) -> T:
     """Each rank's own result, which is not sent; one rank's error is raised on every rank."""
-    result, error = _try(ranks, action)
-    _share(ranks, None, error)
-    return cast("T", result)
+    own: list[T] = []
+    ranks.everywhere(lambda: own.append(_explained(ranks, work)))
+    return own[0]
 
 
-def _try(ranks: Ranks, action: Callable[[], T]) -> tuple[T | None, CalmScaleError | None]:
+def _explained(ranks: Ranks, work: Callable[[], T]) -> T:
     try:
-        return action(), None
-    except CalmScaleError as error:
-        return None, error
+        return work()
+    except CalmScaleError:
+        raise
     except Exception as error:
-        return None, PrepError(explain(error, f"rank {ranks.rank}"))
-
-
-def _share(ranks: Ranks, result: Any, error: CalmScaleError | None) -> list[Any]:
-    """Every rank's result; raises the error that ended the others, rather than one that says that others failed."""
-    outcomes = ranks.gather((result, error))
-    errors = [error for _, error in outcomes if error is not None]
-    if errors:
-        raise next((e for e in errors if not isinstance(e, StoppedError)), errors[0])
-    return [value for value, _ in outcomes]
+        raise PrepError(explain(error, f"rank {ranks.rank}")) from error
 
 
 def _load(config: RunConfig, loaded: list[Tokenizer]) -> Tokenizer:
@@ -284,7 +273,7 @@ def _pass(
 def _work(config: RunConfig, begun: _Begun, task: TaskName, tokenizer: Tokenizer, ranks: Ranks) -> None:
     plan, journal = begun.plan, begun.journal
     try:
-        if ranks.size > 1:
+        if ranks.world_size > 1:
             end_with_parent(os.getppid())
             Worker(plan, journal, build_task(task, plan, journal, tokenizer), ranks.rank).run()
         else:
@@ -334,7 +323,7 @@ def _conclude(begun: _Begun, tokenizer: Tokenizer, ranks: Ranks, started: float)
         steady_bytes=work.text_bytes,
         steady_cpu_seconds=work.cpu_seconds,
         peak_megabytes=work.peak_megabytes,
-        workers=ranks.size if ranks.size > 1 else plan.prep.workers,
+        workers=ranks.world_size if ranks.world_size > 1 else plan.prep.workers,
         encoder=tokenizer.encoder_name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         corrupt_inputs=totals.corrupt,

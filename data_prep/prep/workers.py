@@ -11,14 +11,14 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from calm_scale.config.data import TokenizerConfig
 from calm_scale.config.errors import EXIT_ERROR, CalmScaleError
@@ -33,6 +33,7 @@ from data_prep.prep.journal import Journal
 from data_prep.prep.prep_plan import Plan
 from data_prep.prep.segment import Task, TaskName, build_task
 from data_prep.tokenizer import Tokenizer, load_tokenizer
+from launchers.ranks import Alone, Ranks
 
 _PROGRESS_SECONDS = 0.5
 _CERTAIN = 1.5
@@ -52,6 +53,7 @@ class StoppedError(PrepError):
     """Another process of this attempt failed; its error is the one to show."""
 
     may_pass = True
+    is_consequence = True
 
 
 @dataclass
@@ -281,57 +283,26 @@ def keep_to_share_of_cores(number: int, count: int) -> None:
             os.sched_setaffinity(0, cores[number * share : (number + 1) * share])
 
 
-class Ranks(Protocol):
-    """The collective operation a prep needs."""
-
-    @property
-    def rank(self) -> int:
-        """This process, from 0."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, in rank order."""
-        ...
-
-
-@dataclass(frozen=True)
-class Alone:
-    """One process."""
-
-    rank: int = 0
-    size: int = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value alone."""
-        return [value]
-
-
-class MpiRanks:
+class MpiRanks(Ranks):
     """The ranks of ``MPI.COMM_WORLD``."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
         self._comm = MPI.COMM_WORLD
+        super().__init__(self._comm.Get_rank(), self._comm.Get_size())
 
-    @property
-    def rank(self) -> int:
-        """See ``Ranks``."""
-        return int(self._comm.Get_rank())
-
-    @property
-    def size(self) -> int:
-        """See ``Ranks``."""
-        return int(self._comm.Get_size())
-
-    def gather(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """See ``Ranks``."""
         return list(self._comm.allgather(value))
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """See ``Ranks``."""
+        return self._comm.bcast(value, source)
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """See ``Ranks``."""
+        return [max(column) for column in zip(*self._comm.allgather(list(values)), strict=True)]
 
 
 def detect_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
@@ -358,12 +329,12 @@ def detect_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
             f"install mpi4py with an MPI library, or unset {stated[1]} and use prep.workers",
             mistake=True,
         ) from None
-    if ranks.size != stated[0]:
+    if ranks.world_size != stated[0]:
         facts = ", ".join(f"{k}={env[k]}" for k in (*(name for name, _ in _SIZES), *_RANKS) if k in env)
         raise PrepError(
-            f"the environment says {stated[0]} tasks ({facts}), MPI says {ranks.size}: each task would do all the "
-            "work and write the same files. Start prep with `srun --mpi=pmix` or `mpirun -n N`; for one process "
-            f"inside an allocation, unset {stated[1]}. Nothing was written",
+            f"the environment says {stated[0]} tasks ({facts}), MPI says {ranks.world_size}: each task would do "
+            "all the work and write the same files. Start prep with `srun --mpi=pmix` or `mpirun -n N`; for one "
+            f"process inside an allocation, unset {stated[1]}. Nothing was written",
             mistake=True,
         )
     return ranks

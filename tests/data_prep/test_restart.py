@@ -312,9 +312,9 @@ def test_a_launcher_mismatch_is_refused_and_nothing_written(
 
 
 def test_who_am_i() -> None:
-    assert detect_ranks({}).size == 1
-    assert detect_ranks({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).size == 1
-    assert detect_ranks({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "4"}).size == 1
+    assert detect_ranks({}).world_size == 1
+    assert detect_ranks({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).world_size == 1
+    assert detect_ranks({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "4"}).world_size == 1
     with pytest.raises(PrepError, match="torchrun", check=lambda error: error.exit_code == 2):
         detect_ranks({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0"})
 

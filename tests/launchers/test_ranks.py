@@ -20,6 +20,7 @@ from calm_scale.config.training import CheckpointConfig
 from calm_scale.evaluation import sequences
 from calm_scale.runtime.world import World
 from calm_scale.training import attempt, checkpointing
+from data_prep.prep.workers import StoppedError
 from launchers.ranks import HEARTBEAT_SECONDS, see_alike
 
 OnTwoRanks = Callable[[Callable[[World], object]], list[BaseException | None]]
@@ -80,6 +81,17 @@ def test_an_error_anywhere_is_the_error_of_every_rank(
         assert_shared(
             on_two_ranks(lambda world: world.on_first(broken(world), patience=patience)), str(error)
         )
+
+
+def test_the_cause_is_shown_rather_than_an_error_that_says_that_another_rank_failed(
+    on_two_ranks: OnTwoRanks,
+) -> None:
+    def fail(world: World) -> None:
+        if world.rank == 1:
+            raise ConfigError("disk full")
+        raise StoppedError("stopped because another process of this prep failed")
+
+    assert_shared(on_two_ranks(lambda world: world.everywhere(lambda: fail(world))), "disk full")
 
 
 def test_results_reach_every_rank_and_one_that_cannot_be_sent_is_an_error(on_two_ranks: OnTwoRanks) -> None:
