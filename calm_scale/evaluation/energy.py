@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
-from calm_scale.config.errors import ConfigError
 from calm_scale.evaluation.brier import EvaluationError
 from calm_scale.lm.energy_score import energy_score
 from calm_scale.runtime.finite import require_finite
@@ -24,24 +23,7 @@ from calm_scale.runtime.noise import PositionNoise, stream_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class LatentModel(Protocol):
-    """A patch model that shows its latents."""
-
-    patch_size: int
-    vocab_size: int
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """See ``PatchModel``."""
-        ...
-
-    def draw_latents(self, hidden: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
-        """The head's samples ``[num_samples, ..., l]`` for hidden ``[..., d]``."""
-        ...
-
-    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The frozen autoencoder's (mean, log σ) ``[..., l]`` of patches ``[..., K]``."""
-        ...
+    from calm_scale.lm.patch_model import LatentModel, PatchModel, TokenModel
 
 
 @dataclass(frozen=True)
@@ -57,7 +39,7 @@ class TextScore:
 
 
 def score_texts(
-    model: Any,
+    model: PatchModel,
     texts: Sequence[Sequence[int]],
     *,
     num_context: Sequence[int] | None = None,
@@ -79,27 +61,28 @@ def score_texts(
         EvaluationError: a text with no patch to score, or a model that shows neither latents nor probabilities.
     """
     context = num_context or [0] * len(texts)
-    energy = _shows_latents(model)
-    if not energy and not hasattr(model, "log_probs"):
+    energy = model.shows == "latents"
+    if model.shows == "samples":
         raise EvaluationError(
             "this model shows neither latents nor token probabilities: it cannot score a text"
         )
     k = model.patch_size
-    device = getattr(model, "device", torch.device("cpu"))
     scores = []
     for number, (ids, given) in enumerate(zip(texts, context, strict=True)):
         num_patches = len(ids) // k
         first = max(1, given // k)
         if why := too_short(len(ids), k, given):
             raise EvaluationError(f"text {number}: {why}")
-        tokens = torch.tensor(list(ids[: num_patches * k]), device=device)[None]
+        tokens = torch.tensor(list(ids[: num_patches * k]), device=model.device)[None]
         with torch.no_grad():
             hidden = model.hidden(tokens)[:, first - 1 : num_patches - 1]
             if energy:
                 patches = tokens.view(1, num_patches, k)[:, first:]
-                each = _energy(model, hidden, patches, num_samples, num_posterior, alpha, seed)
+                each = _energy(
+                    cast("LatentModel", model), hidden, patches, num_samples, num_posterior, alpha, seed
+                )
             else:
-                each = -model.log_probs(hidden).gather(-1, tokens[:, first:, None])
+                each = -cast("TokenModel", model).log_probs(hidden).gather(-1, tokens[:, first:, None])
         mean = float(require_finite(each.double(), "scores").mean())
         scored = num_patches - first
         scores.append(
@@ -127,17 +110,6 @@ def too_long(num_tokens: int, patch_size: int, max_patches: int) -> str | None:
         f"{num_tokens} tokens need {need} patches of {patch_size} before the last one, the model's context has "
         f"{max_patches}"
     )
-
-
-def _shows_latents(model: Any) -> bool:
-    """Whether the model has a latent head; a baseline with the same methods refuses to encode."""
-    if not (hasattr(model, "draw_latents") and hasattr(model, "encode")):
-        return False
-    try:
-        model.encode(torch.zeros(1, model.patch_size, dtype=torch.int64))
-    except ConfigError:
-        return False
-    return True
 
 
 def _energy(

@@ -24,6 +24,7 @@ from calm_scale.evaluation.sequences import (
     merge,
     selected,
 )
+from calm_scale.lm.patch_model import CountedSampler
 from launchers.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
@@ -133,8 +134,8 @@ def protocol_of(
         "num_sequences": len(indices),
         "partial_sequences": sum(length < max(lengths) for length in lengths),
         "num_samples": config.num_samples,
-        "sampler": getattr(model, "sampler", "plain, T = 1"),
-        "temperature": getattr(model, "temperature", 1.0),
+        "sampler": model.sampler if isinstance(model, CountedSampler) else "plain, T = 1",
+        "temperature": model.temperature if isinstance(model, CountedSampler) else 1.0,
         "coverage": config.coverage,
         "scored_offsets": offsets,
         "covers": (
@@ -157,8 +158,7 @@ def _tail_of(dataset: TokenBlocks) -> int:
 
 def _tally(model: PatchModel) -> tuple[int, ...] | None:
     """Patches, draws and fall-backs counted so far, by a model that counts them."""
-    tally = getattr(model, "tally", None)
-    return None if tally is None else astuple(tally)
+    return astuple(model.tally) if isinstance(model, CountedSampler) else None
 
 
 def _since(before: tuple[int, ...] | None, now: tuple[int, ...] | None) -> tuple[int, int, int] | None:

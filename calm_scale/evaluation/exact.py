@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calm_scale.config.evaluation import EvaluationConfig
-    from calm_scale.runtime.noise import Randomness
+    from calm_scale.lm.patch_model import TokenModel
 
 _OF_THE_SEQUENCES = (
     "patch_size",
@@ -41,33 +41,6 @@ _OF_THE_SEQUENCES = (
     "seed",
 )
 _LAW_ELEMENTS = 1 << 25  # float64 probabilities alive at once
-
-
-class TokenModel(Protocol):
-    """A PatchModel with K = 1 whose law is known: ``PatchModel`` and ``log_probs``."""
-
-    patch_size: int
-    vocab_size: int
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """See ``PatchModel``."""
-        ...
-
-    def draw(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
-        """See ``PatchModel``."""
-        ...
-
-    def begin(self, batch_size: int, max_patches: int) -> Any:
-        """See ``PatchModel``."""
-        ...
-
-    def advance(self, state: Any, patches: Tensor) -> Tensor:
-        """See ``PatchModel``."""
-        ...
-
-    def log_probs(self, hidden: Tensor) -> Tensor:
-        """log p(next token), ``[..., V]`` over the true vocabulary, for hidden ``[..., d]``."""
-        ...
 
 
 @dataclass(frozen=True)

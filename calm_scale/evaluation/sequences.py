@@ -74,11 +74,10 @@ def grids(
     model: PatchModel, dataset: TokenBlocks, indices: Sequence[int], config: EvaluationConfig
 ) -> Iterator[tuple[int, Tensor, list[Grid]]]:
     """Yields (sequence index, tokens ``[L]``, its grids) for the given sequences, in order."""
-    device = getattr(model, "device", torch.device("cpu"))
     shifts = range(model.patch_size) if config.coverage == "all" else range(1)
     for begin in range(0, len(indices), config.batch_size):
         batch = indices[begin : begin + config.batch_size]
-        tokens = [torch.from_numpy(np.asarray(dataset[i]).astype(np.int64)).to(device) for i in batch]
+        tokens = [torch.from_numpy(np.asarray(dataset[i]).astype(np.int64)).to(model.device) for i in batch]
         for index, sequence in zip(batch, tokens, strict=True):
             _check_ids(index, sequence, model.vocab_size)
         per_shift = [_states(model, [t[shift:] for t in tokens], config.exact_batches) for shift in shifts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,16 +22,22 @@ from calm_scale.runtime.megatron import Layout, Precision, initialize
 from calm_scale.runtime.noise import Randomness, categorical
 from calm_scale.runtime.world import World
 
+Shown = Literal["samples", "latents", "probabilities"]
+"""``latents``: also ``draw_latents``, ``encode`` and ``decode_ids``. ``probabilities``: also ``log_probs``."""
+
 
 class PatchModel(Protocol):
     """A law of the next patch given the patches before it, known through samples.
 
     Attributes:
-        patch_size: K. vocab_size: V, without padding.
+        patch_size: K. vocab_size: V, without padding. device: where its states are.
+        shows: what it gives of its law beside samples.
     """
 
     patch_size: int
     vocab_size: int
+    device: torch.device
+    shows: Shown
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Teacher-forced: tokens [B, P·K] → hidden states [B, P, d]; state i conditions patch i+1."""
@@ -51,6 +57,39 @@ class PatchModel(Protocol):
     def advance(self, state: Any, patches: torch.Tensor) -> torch.Tensor:
         """Append patches [B, n, K] to the state → hidden state of the last position [B, d]."""
         ...
+
+
+class LatentModel(PatchModel, Protocol):
+    """A patch model that shows its latents."""
+
+    def draw_latents(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
+        """The head's samples [num_samples, ..., l] for hidden [..., d]."""
+        ...
+
+    def encode(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The frozen autoencoder's (mean, log σ) [..., l] of patches [..., K]."""
+        ...
+
+    def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:
+        """The frozen decoder's most likely ids [..., K] of latents [..., l]."""
+        ...
+
+
+class TokenModel(PatchModel, Protocol):
+    """A patch model with K = 1 that shows its probabilities."""
+
+    def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """log p(next token) [..., V] over the true vocabulary, for hidden [..., d]."""
+        ...
+
+
+@runtime_checkable
+class CountedSampler(Protocol):
+    """A patch model that sharpens another one's law: by which rule, at which temperature, after how many draws."""
+
+    sampler: str
+    temperature: float
+    tally: Any
 
 
 @dataclass
@@ -84,6 +123,7 @@ class MegatronPatchModel:
         self.vocab_size = run.vocab_size
         self.device = next(model.parameters()).device
         stage = run.require_lm()
+        self.shows: Shown = "probabilities" if stage.predicts_tokens else "latents"
         self._backbone, self._tensor_size = stage.backbone, stage.parallel.tensor
         self._model = model.eval()
         self._codec = codec
@@ -107,7 +147,7 @@ class MegatronPatchModel:
 
     @torch.no_grad()
     def draw_latents(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
-        """The head's samples [num_samples, ..., l] for hidden [..., d]."""
+        """See ``LatentModel``."""
         head = self._model.head
         if not isinstance(head, GenerativeHead):
             raise ConfigError("the autoregressive baseline has no latents")
@@ -115,7 +155,7 @@ class MegatronPatchModel:
 
     @torch.no_grad()
     def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:
-        """The frozen decoder's most likely ids [..., K] of latents [..., l]."""
+        """See ``LatentModel``."""
         if self._tensor_size == 1:
             return self._autoencoder().decode_ids(latents)
         rows = latents.flatten(0, -2)
@@ -127,7 +167,7 @@ class MegatronPatchModel:
 
     @torch.no_grad()
     def encode(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The frozen encoder's posterior (mean, log σ) [..., l] of patches [..., K]."""
+        """See ``LatentModel``."""
         mean, log_std = self._autoencoder().encode(tokens.to(self.device))
         return require_finite(mean, "posterior means"), require_finite(log_std, "posterior deviations")
 

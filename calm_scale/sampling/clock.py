@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from calm_scale.config.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from calm_scale.lm.patch_model import PatchModel
+    from calm_scale.lm.patch_model import LatentModel, PatchModel
     from calm_scale.runtime.noise import Randomness
 
 
@@ -54,8 +52,7 @@ class TimedModel:
     def __init__(self, model: PatchModel, clock: Clock) -> None:
         self.model, self.clock = model, clock
         self.patch_size, self.vocab_size = model.patch_size, model.vocab_size
-        self.device = getattr(model, "device", torch.device("cpu"))
-        self._splits = hasattr(model, "draw_latents") and hasattr(model, "decode_ids")
+        self.device, self.shows = model.device, model.shows
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Booked as backbone."""
@@ -73,20 +70,12 @@ class TimedModel:
             return self.model.advance(state, patches)
 
     def draw(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
-        """Head and decoder booked apart where the model offers ``draw_latents`` and ``decode_ids``."""
-        latents = self._latents(hidden, num_samples, generator) if self._splits else None
-        if latents is None:
+        """Head and decoder booked apart where the model shows its latents."""
+        if self.shows != "latents":
             with self.clock.part("head + decoder"):
                 return self.model.draw(hidden, num_samples, generator)
+        model = cast("LatentModel", self.model)
+        with self.clock.part("head"):
+            latents = model.draw_latents(hidden, num_samples, generator)
         with self.clock.part("decoder"):
-            return cast("Tensor", cast("Any", self.model).decode_ids(latents))
-
-    def _latents(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor | None:
-        """The head's samples; None from a model that turns out to have none (the autoregressive baseline)."""
-        try:
-            with self.clock.part("head"):
-                return cast("Tensor", cast("Any", self.model).draw_latents(hidden, num_samples, generator))
-        except ConfigError:
-            self._splits = False
-            self.clock.seconds.pop("head", None)
-            return None
+            return model.decode_ids(latents)

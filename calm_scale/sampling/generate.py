@@ -106,7 +106,7 @@ def generate(
     Raises:
         PromptError: a prompt the model cannot read, or longer than its context.
     """
-    clock = Clock(getattr(model, "device", torch.device("cpu")))
+    clock = Clock(model.device)
     started = time.perf_counter()
     timed = TimedModel(model, clock)
     tempered = TemperedModel(timed, config.algorithm, config)

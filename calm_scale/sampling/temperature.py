@@ -17,7 +17,7 @@ from calm_scale.sampling.exact import sample_exact
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from calm_scale.lm.patch_model import PatchModel
+    from calm_scale.lm.patch_model import PatchModel, Shown
 
 _LOGITS = 1 << 28  # fp32: 1 GiB
 
@@ -101,7 +101,8 @@ class TemperedModel:
     def __init__(self, model: PatchModel, algorithm: Algorithm, settings: TemperatureSettings) -> None:
         self.model = model
         self.patch_size, self.vocab_size = model.patch_size, model.vocab_size
-        self.device = getattr(model, "device", torch.device("cpu"))
+        self.device = model.device
+        self.shows: Shown = "samples"
         self.temperature = 1.0 if algorithm == "plain" else settings.temperature
         self.algorithm: Algorithm = "plain" if self.temperature == 1 else algorithm
         self.num_candidates, self.draw_budget = settings.num_candidates, settings.draw_budget

@@ -13,7 +13,7 @@ class CategoricalModel:
 
     def __init__(self, law: torch.Tensor, vocab_size: int, patch_size: int):
         self.law, self.vocab_size, self.patch_size = law.double(), vocab_size, patch_size
-        self.device = torch.device("cpu")
+        self.device, self.shows = torch.device("cpu"), "samples"
         self.num_hidden_rows = 0
 
     def hidden(self, tokens):
@@ -39,7 +39,7 @@ class MarkovModel:
     def __init__(self, transition: torch.Tensor, patch_size: int):
         self.transition = transition.double()
         self.vocab_size, self.patch_size = len(transition), patch_size
-        self.device = torch.device("cpu")
+        self.device, self.shows = torch.device("cpu"), "probabilities"
         self.num_hidden_rows = 0
 
     def hidden(self, tokens):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -45,7 +47,7 @@ def test_correlation_of_known_numbers(tmp_path):
 class Cycle:
     """Latent space = one-hot of the patch's last token (V numbers); the head expects the successor, with noise."""
 
-    patch_size, vocab_size = 2, 8
+    patch_size, vocab_size, device, shows = 2, 8, torch.device("cpu"), "latents"
 
     def hidden(self, tokens):
         return torch.nn.functional.one_hot(tokens[:, 1::2], 8).float()
@@ -83,4 +85,4 @@ def test_baseline_scores_by_cross_entropy(markov, chain):
     assert result.kind == "cross-entropy"
     assert result.per_token == pytest.approx(-float((chain[0, 0].log() + chain[0, 1].log()) / 2))
     with pytest.raises(EvaluationError, match="neither latents nor"):
-        score_texts(object(), [[0, 1]])
+        score_texts(SimpleNamespace(shows="samples"), [[0, 1]])

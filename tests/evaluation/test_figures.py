@@ -85,7 +85,7 @@ def test_the_point_of_both_series_is_computed_once(figures, monkeypatch, capsys,
         asked.extend((model.temperature, model.num_candidates) for _, model in models)
         return [CurvePoint(label, len(asked), 0.0, None) for label, _ in models]
 
-    model = SimpleNamespace(patch_size=2, vocab_size=9)
+    model = SimpleNamespace(patch_size=2, vocab_size=9, device=None)
     monkeypatch.setattr(figures, "open_model", lambda *_: SimpleNamespace(model=model))
     monkeypatch.setattr(figures, "points", points)
     code, text = run(figures, monkeypatch, capsys, "temperature", CALM, "--out", str(tmp_path / "out"))

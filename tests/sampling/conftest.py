@@ -13,7 +13,7 @@ class LawModel:
 
     def __init__(self, vocab_size: int, patch_size: int):
         self.vocab_size, self.patch_size = vocab_size, patch_size
-        self.device = torch.device("cpu")
+        self.device, self.shows = torch.device("cpu"), "samples"
         self.num_draws = 0
 
     def ids(self, code):
@@ -44,7 +44,7 @@ class ScriptModel:
 
     def __init__(self, vocab_size: int, patch_size: int, slip: float = 0.0):
         self.vocab_size, self.patch_size, self.slip = vocab_size, patch_size, slip
-        self.device = torch.device("cpu")
+        self.device, self.shows = torch.device("cpu"), "samples"
         self.widths = []
         self.seen = []
 

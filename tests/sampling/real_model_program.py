@@ -45,7 +45,7 @@ class Uncached:
     def __init__(self, model):
         self.model = model
         self.patch_size, self.vocab_size, self.device = model.patch_size, model.vocab_size, model.device
-        self.draw, self.hidden = model.draw, model.hidden
+        self.draw, self.hidden, self.shows = model.draw, model.hidden, "samples"
 
     def begin(self, batch_size, max_patches):
         return {"patches": torch.empty(batch_size, 0, self.patch_size, dtype=torch.int64)}

@@ -17,7 +17,7 @@ from calm_scale.stages import texts as stage
 class _Uniform:
     """A law of single tokens over two ids."""
 
-    patch_size, vocab_size = 1, 2
+    patch_size, vocab_size, device, shows = 1, 2, torch.device("cpu"), "probabilities"
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.zeros(*tokens.shape, 1)
