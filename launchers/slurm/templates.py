@@ -111,7 +111,6 @@ def render(
         "mounts": mounts,
         "preflight": cluster.preflight,
         "link_check": _checks_links(shape, cluster),
-        "link_check_program": TEMPLATES / "link_check.py",
         "eval_each_checkpoint": cluster.eval_each_checkpoint,
         "mpi": cluster.mpi,
         "mpirun_options": cluster.mpirun_options,

@@ -52,7 +52,6 @@ def test_a_wheel_can_submit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     templates = site / "launchers" / "slurm" / "scripts"
     assert f"{templates} quick" in done.stdout
-    assert (templates / "link_check.py").is_file()
     script = (tmp_path / "run" / "slurm" / "autoencoder.sbatch").read_text()
     assert "train-ae" in script
     assert str(ROOT) not in script.replace(sys.executable, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +18,7 @@ from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, RunConfig, load, load_as
 from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.run_folder import Stage
+from calm_scale.runtime import link_check
 from launchers.errors import LaunchError
 from launchers.slurm.layout import shape_of
 from launchers.slurm.notice import limit_seconds, measured, notice_seconds
@@ -452,18 +451,9 @@ def test_a_torn_history_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert [(life.cause, life.ended_at) for life in attempts] == [("limit", 40), ("", None)]
 
 
-def link_check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("link_check", ROOT / "slurm" / "link_check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8])
 def test_the_ring_covers_every_node_in_disjoint_rounds(num_nodes: int) -> None:
-    rounds = link_check().ring(num_nodes)
+    rounds = link_check.ring(num_nodes)
     links = [link for pairs in rounds for link in pairs]
     assert len(links) == len(set(links)) == (1 if num_nodes == 2 else num_nodes)
     for pairs in rounds:
@@ -472,7 +462,7 @@ def test_the_ring_covers_every_node_in_disjoint_rounds(num_nodes: int) -> None:
 
 
 def test_a_slow_or_wrong_node_is_told_from_its_neighbours() -> None:
-    bad_nodes = link_check().bad_nodes
+    bad_nodes = link_check.bad_nodes
     assert bad_nodes({(0, 1): 10.0, (1, 2): 11.0, (2, 3): 10.5, (3, 0): 9.0}) == {}
     assert list(bad_nodes({(0, 1): 10.0, (1, 2): 2.0, (2, 3): 2.1, (3, 4): 10.0, (4, 0): 10.0})) == [2]
     assert list(bad_nodes({(0, 1): 10.0, (1, 2): 0.0, (2, 3): 0.0, (3, 0): 10.0})) == [2]

@@ -1,8 +1,9 @@
 """All-reduce over every link of the ring of nodes before a job trusts them: right sums, no link far below the rest.
 
-Run by the job script with the tasks of the training itself (``srun … python slurm/link_check.py``). Neighbouring nodes
-reduce a buffer together, disjoint pairs at the same time; the first rank compares. A node whose links are all
-slower than half the median, or that takes part in a wrong sum on all its links, is written to ``FOLDER/bad``.
+Run by the job script with the tasks of the training itself (``srun … python -m calm_scale.runtime.link_check``).
+Neighbouring nodes reduce a buffer together, disjoint pairs at the same time; the first rank compares. A node whose
+links are all slower than half the median, or that takes part in a wrong sum on all its links, is written to
+``FOLDER/bad``.
 """
 
 from __future__ import annotations
