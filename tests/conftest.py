@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TOGETHER = (
     ("tests/slurm/test_jobs.py", "tests/slurm/test_real.py"),
-    ("tests/stages/test_whole_run.py",),
+    ("tests/stages/test_whole_run.py", "tests/stages/test_run_of_a_package.py"),
     ("tests/lm/test_layouts.py", "tests/lm/test_resume.py", "tests/lm/test_patch_model.py"),
 )
 """Files that one worker of pytest-xdist takes: they share a fixture that takes a minute or two. The longest first."""

@@ -81,8 +81,8 @@ class TinyRun:
         """Run a command of one process, however it ends."""
         return Finished(*run_forked(arguments, timeout=240))
 
-    def start(self, *arguments: str) -> Finished:
-        """Run a command as a shell does, to its success; it may start more processes."""
+    def start(self, *arguments: str, expect: int = 0) -> Finished:
+        """Run a command as a shell does, to its end; it may start more processes."""
         done = subprocess.run(
             [sys.executable, "-m", "calm_scale", *arguments],
             capture_output=True,
@@ -91,7 +91,9 @@ class TinyRun:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=False,
         )
-        assert done.returncode == 0, f"{arguments} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == expect, (
+            f"{arguments} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return Finished(done.returncode, done.stdout, done.stderr)
 
 

@@ -36,3 +36,8 @@ class MmdHead(HeadConfig):
         from some_package.module import MmdModule
 
         return MmdModule(stage.backbone.hidden_size, latent_size, self.num_samples)
+
+
+def inverse_root(optimizer, step, total_steps):
+    """A learning-rate schedule of the package."""
+    return optimizer.lr * (2 / step) ** 0.5

@@ -1,0 +1,70 @@
+"""A head and a schedule of a user's package go through training, resume, evaluation, generation and the reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from calm_scale.record.metrics import read_metrics
+
+pytestmark = pytest.mark.ranks
+TinyRun = Any  # the class stands in this folder's conftest
+PACKAGE = Path(__file__).parents[1] / "extensions"
+
+
+@pytest.fixture(scope="module")
+def mmd(trained: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A language model with the package's head: 4 steps under TP 2, then 2 under PP 2."""
+    folder = tmp_path_factory.mktemp("mmd")
+    document = yaml.safe_load(trained.document.read_text(encoding="utf-8"))
+    document["workdir"] = str(folder / "run")
+    document["data"] = str(trained.folder / "data")
+    document["lm"]["autoencoder"] = str(trained.folder / "autoencoder" / "export")
+    document["lm"]["head"] = {"kind": "some_package:MmdHead", "num_samples": 3}
+    document["lm"]["training"]["optimizer"]["schedule"] |= {"kind": "some_package:inverse_root"}
+    path = folder / "mmd.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    run = type(trained)(path, folder / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PACKAGE))
+        run.start("train-lm", str(path), "--set", "lm.training.steps=4", "--set", "lm.parallel.tensor=2")
+        run.results["resumed"] = run.start(
+            *("train-lm", str(path), "--set", "lm.parallel.pipeline=2", "--accept", "lm.training.steps")
+        )
+    return run
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
+
+
+def test_training_goes_on_in_another_layout_at_the_rates_of_the_package(mmd: TinyRun) -> None:
+    assert "resumed at step 4" in mmd.results["resumed"].err
+    rows = read_metrics(mmd.folder / "lm" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["lr"] for row in rows][2:] == pytest.approx([2e-3 * (2 / s) ** 0.5 for s in (3, 4, 5, 6)])
+    assert all(0 < row["loss"] < 2 for row in rows)
+
+
+def test_a_resume_with_another_setting_of_the_head_is_refused_by_name(mmd: TinyRun) -> None:
+    done = mmd.start("train-lm", str(mmd.document), "--set", "lm.head.num_samples=5", expect=2)
+    assert "lm.head.num_samples" in done.err and "Traceback" not in done.err
+
+
+def test_it_is_evaluated_and_generates(mmd: TinyRun, tmp_path: Path) -> None:
+    mmd.start("eval", str(mmd.document), "--json", str(tmp_path / "eval.json"))
+    result = json.loads((tmp_path / "eval.json").read_text())
+    assert result["protocol"]["provenance"]["step"] == "6" and result["score"]["num_documents"] > 0
+    assert "def " in mmd.start("generate", str(mmd.document), "--prompt", "def ").out
+
+
+def test_the_reports_count_it(mmd: TinyRun, tmp_path: Path) -> None:
+    name = str(mmd.document)
+    mmd.start("flops", name, "--json", str(tmp_path / "flops.json"))
+    assert "head.mix" in (tmp_path / "flops.json").read_text()
+    assert "step" in mmd.start("plan", name, "--nodes", "1", "--gpus-per-node", "2").out
