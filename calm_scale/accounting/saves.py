@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.model_components import autoencoder_components, lm_parameters
-from calm_scale.accounting.report.document import seconds_text
 from calm_scale.accounting.step_time import estimated_step
+from calm_scale.config.quantities import seconds_text
 from calm_scale.config.run import RunConfig
 from calm_scale.config.run_folder import Stage
 from calm_scale.config.training import NODE_MTBF_HOURS, UNESTIMATED_STEPS

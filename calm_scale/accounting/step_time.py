@@ -36,7 +36,7 @@ from calm_scale.accounting.model_components import (
     target_encoder,
 )
 from calm_scale.accounting.placement import StageParameters, stage_parameters
-from calm_scale.accounting.report.document import seconds_text
+from calm_scale.config.quantities import seconds_text
 from calm_scale.config.run import RunConfig
 from calm_scale.config.run_folder import Stage
 

@@ -1,4 +1,4 @@
-"""Text for a terminal: counts with their nouns, any locale's encoding, and readers that have gone."""
+"""Text for a terminal: any locale's encoding, and readers that have gone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ import errno
 import io
 import os
 import sys
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2,000 ranks``: the number with its noun, in the plural unless it is one."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
 
 _PLAIN = {
     "·": "-", "–": "-", "—": "-", "…": "...", "→": "->", "←": "<-", "×": "x", "≤": "<=", "≥": ">=", "≈": "~",

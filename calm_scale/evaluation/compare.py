@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from calm_scale.config.errors import ConfigError
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 from calm_scale.evaluation.brier import (
     ORDERS,
     Counts,

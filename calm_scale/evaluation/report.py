@@ -11,7 +11,7 @@ import numpy as np
 
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.files import read_object, write_output
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 from calm_scale.evaluation.brier import ORDERS, BrierScore, Counts, EvaluationError
 from calm_scale.evaluation.evaluate import EvaluationResult
 

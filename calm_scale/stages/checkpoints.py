@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from calm_scale.accounting.report.document import Cell, Column, Table, bytes_text
+from calm_scale.accounting.report.document import Cell, Column, Table
 from calm_scale.accounting.report.render import print_table
 from calm_scale.checkpoint.card import Card
 from calm_scale.checkpoint.file_list import SHARDS
@@ -16,6 +16,7 @@ from calm_scale.checkpoint.judge import Entry, inventory, resumable, verify
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
+from calm_scale.config.quantities import bytes_text
 from calm_scale.config.run_folder import TRAINED, RunFolder
 
 

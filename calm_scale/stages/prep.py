@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import SPLITS
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 from calm_scale.stages.folders import store_config
 from calm_scale.stages.prep_display import (
     PrepProgressLine,

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from calm_scale.config import ConfigError
 from calm_scale.config.files import is_regular, refuse_unwritable, write_output
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 
 if TYPE_CHECKING:
     from data_prep.prep import PassProgress

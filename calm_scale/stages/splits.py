@@ -12,8 +12,8 @@ from rich.console import Console
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.data import ENCODES, ReadingConfig, TokenizerConfig
+from calm_scale.config.quantities import counted
 from calm_scale.config.run_folder import Stage
-from calm_scale.config.terminal import counted
 from data_prep.errors import ShardError
 from data_prep.shards.manifest import MANIFEST_NAME, Manifest
 from data_prep.shards.reading import ShardDataset, find_shard_problems

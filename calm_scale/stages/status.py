@@ -11,13 +11,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from calm_scale.accounting.report.document import seconds_text
 from calm_scale.accounting.report.run_sections import own_and_others
 from calm_scale.checkpoint.status import StageStatus, stage_status
 from calm_scale.config import RunConfig, load
 from calm_scale.config.errors import EXIT_OK
+from calm_scale.config.quantities import counted, seconds_text
 from calm_scale.config.run_folder import CONFIG_FILE, TRAINED, RunFolder, Stage
-from calm_scale.config.terminal import counted, reader_has_gone
+from calm_scale.config.terminal import reader_has_gone
 from calm_scale.stages.folders import runs_in
 from data_prep.shards.manifest import MANIFEST_NAME
 from launchers.slurm import queue

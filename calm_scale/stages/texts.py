@@ -16,7 +16,7 @@ from calm_scale.checkpoint.card import Card
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
 from calm_scale.config.files import write_output
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 from calm_scale.runtime.departure import joined
 from calm_scale.stages.model import open_model, refuse_spare_ranks, trained_tokenizer
 

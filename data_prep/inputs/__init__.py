@@ -16,7 +16,7 @@ import zstandard
 
 from calm_scale.config.data import SourceConfig
 from calm_scale.config.extensions import load_extension
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 from data_prep.errors import SourceError
 from data_prep.inputs.tables import commit_of
 

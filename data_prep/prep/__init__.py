@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from calm_scale.config import RunConfig
 from calm_scale.config.errors import CalmScaleError
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 from data_prep.errors import (
     EncoderMismatchError,
     PrepError,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from calm_scale.config.data import PrepConfig, TokenizerConfig
 from calm_scale.config.files import checked, naming, new_file, read_object, write_atomically
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 from data_prep.errors import PrepError, ShardError
 from data_prep.prep.packing import Packer, build_packer, filler_id
 from data_prep.shards import SUFFIX, ShardHeader, ShardWriter, token_dtype

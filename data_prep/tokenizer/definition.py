@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.config.terminal import counted
+from calm_scale.config.quantities import counted
 from data_prep.errors import TokenizerError
 from data_prep.inputs.records import iterate_texts
 

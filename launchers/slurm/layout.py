@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.cluster import ClusterConfig, StageResources
 from calm_scale.config.lm import LMStage
+from calm_scale.config.quantities import counted
 from calm_scale.config.run_folder import Stage
-from calm_scale.config.terminal import counted
 
 
 @dataclass(frozen=True)

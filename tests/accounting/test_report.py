@@ -18,10 +18,11 @@ from calm_scale.accounting.components import Comparison
 from calm_scale.accounting.costs import token_costs, tokens_per_step
 from calm_scale.accounting.goodput import UtilizationError
 from calm_scale.accounting.report.build import Subject, build, emit
-from calm_scale.accounting.report.document import Document, flops_text, scaled, text_of
+from calm_scale.accounting.report.document import Document, text_of
 from calm_scale.accounting.report.render import print_document, to_html, to_json, to_markdown
 from calm_scale.accounting.report.run_sections import Prices
 from calm_scale.config import RunConfig, config_hash
+from calm_scale.config.quantities import flops_text, scaled
 from calm_scale.record.ledger import Event, LedgerError, append
 
 MakeRun = Callable[..., RunConfig]

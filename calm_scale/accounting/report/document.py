@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from calm_scale.config.quantities import bytes_text, flops_text, scaled, seconds_text
 
 Kind = Literal["text", "integer", "number", "flops", "percent", "deviation", "bytes", "seconds", "money"]
 Cell = str | int | float | None
 
 UNAVAILABLE = "n/a"
-LARGE_FLOPS = 1e18
 
 
 @dataclass(frozen=True)
@@ -90,42 +91,6 @@ def text_of(cell: Cell, kind: Kind) -> str:
     if isinstance(cell, str) or kind == "text":
         return str(cell)
     return _WRITERS[kind](float(cell))
-
-
-def scaled(value: float, units: Sequence[str], step: float = 1000.0) -> str:
-    """Three significant digits with the fitting prefix: ``scaled(1.5e9, ("", "k", "M", "G"))`` → ``1.50 G``."""
-    index, size = 0, abs(value)
-    while size >= step * 0.9995 and index < len(units) - 1:
-        size, index = size / step, index + 1
-    digits = 0 if size >= 99.95 or (index == 0 and size == int(size)) else 1 if size >= 9.995 else 2
-    unit = units[index]
-    return f"{'-' if value < 0 else ''}{size:.{digits}f}" + (f" {unit}" if unit else "")
-
-
-def flops_text(value: float) -> str:
-    """Large FLOPs as the paper writes them (``3.56e20``), small ones with a prefix."""
-    if abs(value) < LARGE_FLOPS:
-        return scaled(value, ("", "k", "M", "G", "T", "P"))
-    mantissa, exponent = f"{value:.3e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def bytes_text(value: float) -> str:
-    """Bytes in binary units."""
-    return scaled(value, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024.0)
-
-
-def seconds_text(value: float) -> str:
-    """A duration in the unit one would say it in."""
-    for limit, divisor, unit in (
-        (1.0, 1e-3, "ms"),
-        (120.0, 1.0, "s"),
-        (7200.0, 60.0, "min"),
-        (172800.0, 3600.0, "h"),
-    ):
-        if value < limit:
-            return f"{value / divisor:.3g} {unit}"
-    return f"{value / 86400:.3g} days"
 
 
 _WRITERS = {

@@ -15,8 +15,8 @@ from calm_scale.accounting.model_components import (
 from calm_scale.accounting.placement import layer_costs, pipeline_bound, stage_shares
 from calm_scale.accounting.report import pictures
 from calm_scale.accounting.report.document import Cell, Column, Section, Table
+from calm_scale.config.quantities import counted
 from calm_scale.config.run import RunConfig
-from calm_scale.config.terminal import counted
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "frozen", "activations", "output", "buffers")
 

@@ -10,17 +10,10 @@ from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.kernels import DETERMINISTIC_COST
 from calm_scale.accounting.layout_search import Layout
 from calm_scale.accounting.placement import stage_shares
-from calm_scale.accounting.report.document import (
-    Cell,
-    Column,
-    Document,
-    Section,
-    Table,
-    bytes_text,
-    seconds_text,
-)
+from calm_scale.accounting.report.document import Cell, Column, Document, Section, Table
 from calm_scale.accounting.report.layout_sections import MEMORY_PARTS
 from calm_scale.config.errors import ConfigError
+from calm_scale.config.quantities import bytes_text, seconds_text
 from calm_scale.config.run import RunConfig
 from calm_scale.config.run_folder import Stage
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from calm_scale.accounting import saves
 from calm_scale.accounting.components import parameters_of
 from calm_scale.accounting.model_components import autoencoder_components
-from calm_scale.accounting.report.document import bytes_text
 from calm_scale.config import RunConfig
+from calm_scale.config.quantities import bytes_text
 from calm_scale.config.run_folder import TRAINED, Stage
 from data_prep.prep.prep_plan import Estimate
 

@@ -11,12 +11,11 @@ from rich.text import Text
 from calm_scale.accounting import hardware, memory, saves
 from calm_scale.accounting.costs import run_totals
 from calm_scale.accounting.placement import balance
-from calm_scale.accounting.report.document import bytes_text, flops_text
 from calm_scale.accounting.step_time import training_time
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.config.errors import EXIT_OK
+from calm_scale.config.quantities import bytes_text, counted, flops_text
 from calm_scale.config.run_folder import TRAINED, Stage
-from calm_scale.config.terminal import counted
 from calm_scale.config.training import TrainingConfig
 from calm_scale.stages.before_start import problems, resume_refusals
 from calm_scale.stages.launch import default_ranks

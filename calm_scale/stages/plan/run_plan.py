@@ -9,10 +9,10 @@ from rich.table import Table
 
 from calm_scale.accounting import hardware, layout_search
 from calm_scale.accounting.costs import run_totals
-from calm_scale.accounting.report.document import bytes_text, seconds_text
 from calm_scale.accounting.report.plan_sections import layout_name
 from calm_scale.accounting.step_time import estimated_step, training_time
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
+from calm_scale.config.quantities import bytes_text, seconds_text
 from calm_scale.config.run_folder import TRAINED, Stage
 from calm_scale.stages.plan.disk_needs import DiskNeed, disk_rows
 from calm_scale.stages.plan.dry_run import two_columns
