@@ -2,14 +2,14 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 OUT ?= demo-out
-WORKERS ?= 3
+WORKERS ?= 2
 
 .PHONY: help setup demo test lint docs format clean
 
 help:
 	@echo "make setup   create .venv and install everything, pinned by constraints.txt"
 	@echo "make demo    run the whole pipeline on real text on this CPU; results in $(OUT)/"
-	@echo "make test    run the whole test suite on WORKERS processes (3)"
+	@echo "make test    run the whole test suite on WORKERS processes (2)"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make docs    write the tables of docs/configuration.md from the fields' documentation"
 

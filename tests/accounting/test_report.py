@@ -240,6 +240,7 @@ def test_short_report_says_what_runs_did_and_where_the_rest_is(
     tiny: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a long path would take lines of its own
+    monkeypatch.delenv("COLUMNS", raising=False)  # nor is the page narrower than a log's
     run, html = Path("run"), Path("flops.html")
     run.mkdir()
     write_run(run, tiny())

@@ -138,7 +138,7 @@ class Slurm:
 
     def run(self, *command: str, check: bool = True) -> str:
         """A client command's output."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=180, check=False)
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: {done.returncode}\n{done.stdout}\n{done.stderr}")
         return done.stdout
@@ -148,7 +148,7 @@ class Slurm:
         wait_for(lambda: bool({job, f"{job}_0"} & set(self._states)), 20, f"news of job {job}")
         return self._states.get(job) or self._states[f"{job}_0"]
 
-    def wait_state(self, job: str, *states: str, seconds: float = 60) -> str:
+    def wait_state(self, job: str, *states: str, seconds: float = 180) -> str:
         """Wait until a job is in one of the states."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         wait_for(lambda: self.state(job) in {*states, *final}, seconds, f"job {job} in {states}")
