@@ -60,11 +60,33 @@ def test_it_is_evaluated_and_generates(mmd: TinyRun, tmp_path: Path) -> None:
     mmd.start("eval", str(mmd.document), "--json", str(tmp_path / "eval.json"))
     result = json.loads((tmp_path / "eval.json").read_text())
     assert result["protocol"]["provenance"]["step"] == "6" and result["score"]["num_documents"] > 0
-    assert "def " in mmd.start("generate", str(mmd.document), "--prompt", "def ").out
+    mmd.start("generate", str(mmd.document), "--prompt", "def ", "--out", str(tmp_path / "text"))
+    row = json.loads((tmp_path / "text").read_text())
+    assert row["prompt"] == "def " and len(row["token_ids"]) > 0
 
 
 def test_the_reports_count_it(mmd: TinyRun, tmp_path: Path) -> None:
     name = str(mmd.document)
     mmd.start("flops", name, "--json", str(tmp_path / "flops.json"))
-    assert "head.mix" in (tmp_path / "flops.json").read_text()
-    assert "step" in mmd.start("plan", name, "--nodes", "1", "--gpus-per-node", "2").out
+    rows = [row for row in rows_in(json.loads((tmp_path / "flops.json").read_text())) if "component" in row]
+    mix = next(row for row in rows if row["component"] == "head.mix")
+    assert mix["parameters"] == 2 * 32 * 32 + 32
+    assert mix["forward"] == 3 * 2 * 32 * 32 and mix["backward"] == 2 * mix["forward"]
+    kept = []
+    for samples in (3, 6):
+        options = ["--set", f"lm.head.num_samples={samples}", "--nodes", "1", "--gpus-per-node", "2"]
+        mmd.start("plan", name, *options, "--json", str(tmp_path / "plan.json"))
+        found = [
+            row
+            for row in rows_in(json.loads((tmp_path / "plan.json").read_text()))
+            if "output" in row and "activations" in row
+        ]
+        kept.append(sum(row["output"] for row in found))
+    assert kept[1] > kept[0] > 0
+
+
+def rows_in(value: Any) -> list[dict[str, Any]]:
+    """Every object of a JSON document."""
+    if isinstance(value, list):
+        return [row for part in value for row in rows_in(part)]
+    return [value, *rows_in(list(value.values()))] if isinstance(value, dict) else []
