@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from calm_scale.config.errors import EXIT_USAGE, CalmScaleError, ConfigError
+from calm_scale.config.errors import EXIT_USAGE, CalmScaleError, ConfigError, first_cause
 from calm_scale.config.files import (
     FILE_NOTICE_SECONDS,
     FILE_POLL_SECONDS,
@@ -172,7 +172,7 @@ def _unpack(rank: int, mine: _Outcome[T], everyone: list[_Sent]) -> list[T]:
     """All results; or the error of the lowest rank that has a cause to show, on its own rank the very object."""
     errors: list[CalmScaleError] = [pickle.loads(content) for failed, content in everyone if failed]
     if errors:
-        error = next((e for e in errors if not e.is_consequence), errors[0])
+        error = first_cause(errors)
         if error.shared_from != rank or mine.error is None:
             raise error
         if type(mine.error) is CalmScaleError and mine.error.__cause__ is not None:

@@ -5,6 +5,9 @@ The launchers and the job scripts decide from the exit status whether a job goes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 EXIT_OK = 0
 """The job is finished."""
 
@@ -35,6 +38,15 @@ class CalmScaleError(Exception):
     may_pass: bool = False
     is_consequence: bool = False
     shared_from: int | None = None
+
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+def first_cause(errors: Sequence[ErrorT]) -> ErrorT:
+    """Of one or more errors the first that is no consequence of another's failure; the first where all are."""
+    causes = (e for e in errors if not (isinstance(e, CalmScaleError) and e.is_consequence))
+    return next(causes, errors[0])
 
 
 class ConfigError(CalmScaleError, ValueError):

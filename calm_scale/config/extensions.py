@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from importlib.metadata import entry_points
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from calm_scale.config.errors import ConfigError
 
 
+@functools.cache
 def load_extension(name: str, group: str, key: str) -> Any:
-    """The object called ``name``.
+    """The object called ``name``, looked up once a process: a schedule asks at every step.
 
     Args:
         name: ``package.module:attribute``, or the name of an entry point of ``group``.

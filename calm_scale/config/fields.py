@@ -18,13 +18,12 @@ from calm_scale.config.cluster import ClusterConfig
 from calm_scale.config.errors import ConfigError
 from calm_scale.config.lm import HEADS, HeadConfig, head_class
 from calm_scale.config.run import RunConfig
-from calm_scale.config.section import RESULTS, RESUME_WORDS, Policy, Section
+from calm_scale.config.section import LARGEST_INTEGER, RESULTS, RESUME_WORDS, Policy, Section
 
 CLUSTER = "cluster"
 """What the paths of a cluster profile's fields begin with."""
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", dict: "mapping"}
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-_LARGEST = 2**63
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Field:
             f"{sign} {limit}"
             for name, sign in _BOUNDS.items()
             for item in self.info.metadata
-            if (limit := getattr(item, name, None)) is not None and limit != _LARGEST
+            if (limit := getattr(item, name, None)) is not None and limit != LARGEST_INTEGER
         ]
         null = " or `null`" if NoneType in get_args(self.info.annotation) else ""
         return " ".join([_describe(self.info.annotation), ", ".join(bounds)]).strip() + null

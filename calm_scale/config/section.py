@@ -14,10 +14,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from calm_scale.config.run_folder import Stage
 
-_LARGEST = 2**63
+LARGEST_INTEGER = 2**63
+"""Integers of a document are below it: 64 bits with a sign."""
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=0, lt=LARGEST_INTEGER)]
 """A seed of random streams. Streams are keyed by signed 64-bit words, so a larger one would not fit."""
 
 
@@ -212,8 +213,8 @@ def _number(value: Any, kinds: set[type]) -> Any:
         return _number_in_text(value, kinds)
     if float not in kinds and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int) and abs(value) >= _LARGEST:
-        raise ValueError(f"should be less than {_LARGEST} (64 bits)")
+    if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+        raise ValueError(f"should be less than {LARGEST_INTEGER} (64 bits)")
     return value
 
 

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from calm_scale.accounting.report.run_sections import own_and_others
+from calm_scale.accounting.report.scores import own_and_others
 from calm_scale.checkpoint.status import StageStatus, stage_status
 from calm_scale.config import RunConfig, load
 from calm_scale.config.errors import EXIT_OK

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from calm_scale.config.data import TokenizerConfig
-from calm_scale.config.errors import EXIT_ERROR, CalmScaleError
+from calm_scale.config.errors import EXIT_ERROR, CalmScaleError, first_cause
 from data_prep.errors import (
     PrepError,
     explain,
@@ -219,7 +219,7 @@ def run_workers(
 
 def _choose_error(errors: list[BaseException]) -> BaseException:
     """The error that ended the others, rather than one that says that others failed."""
-    error = next((e for e in errors if not isinstance(e, StoppedError)), errors[0])
+    error = first_cause(errors)
     if isinstance(error, BrokenProcessPool):
         return PrepError(
             "a worker ended without a message (out of memory?); rerun prep to go on where it was"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from calm_scale.accounting.report.run_sections import own_and_others, scores, scores_section
+from calm_scale.accounting.report.scores import own_and_others, scores, scores_section
 from calm_scale.config import RunConfig, load
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

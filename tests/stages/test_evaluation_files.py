@@ -138,7 +138,7 @@ def test_the_walk_of_a_flow_head_is_part_of_the_provenance(run: RunConfig) -> No
 
 
 def test_a_second_protocol_leaves_the_runs_own_score(run: RunConfig) -> None:
-    from calm_scale.accounting.report.run_sections import scores_section
+    from calm_scale.accounting.report.scores import scores_section
 
     assert stage.run_evaluation(run) == 0
     own = (run.workdir / "eval" / "step_00000007.json").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ PACKAGE = Path(__file__).parents[1] / "extensions"
 
 
 @pytest.fixture(scope="module")
-def mmd(trained: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+def package() -> Iterator[None]:
+    """The package is where processes find it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PACKAGE))
+        yield
+
+
+@pytest.fixture(scope="module")
+def mmd(package: None, trained: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """A language model with the package's head: 4 steps under TP 2, then 2 under PP 2."""
     folder = tmp_path_factory.mktemp("mmd")
     document = yaml.safe_load(trained.document.read_text(encoding="utf-8"))
@@ -29,18 +38,11 @@ def mmd(trained: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     path = folder / "mmd.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     run = type(trained)(path, folder / "run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PACKAGE))
-        run.start("train-lm", str(path), "--set", "lm.training.steps=4", "--set", "lm.parallel.tensor=2")
-        run.results["resumed"] = run.start(
-            *("train-lm", str(path), "--set", "lm.parallel.pipeline=2", "--accept", "lm.training.steps")
-        )
+    run.start("train-lm", str(path), "--set", "lm.training.steps=4", "--set", "lm.parallel.tensor=2")
+    run.results["resumed"] = run.start(
+        *("train-lm", str(path), "--set", "lm.parallel.pipeline=2", "--accept", "lm.training.steps")
+    )
     return run
-
-
-@pytest.fixture(autouse=True)
-def package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
 
 
 def test_training_goes_on_in_another_layout_at_the_rates_of_the_package(mmd: TinyRun) -> None:

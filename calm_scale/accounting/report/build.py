@@ -33,7 +33,8 @@ from calm_scale.accounting.report.model_sections import (
     table1_section,
 )
 from calm_scale.accounting.report.render import print_document, shortened, to_html, to_json, to_markdown
-from calm_scale.accounting.report.run_sections import Prices, run_section, scores_section
+from calm_scale.accounting.report.run_sections import Prices, run_section
+from calm_scale.accounting.report.scores import scores_section
 from calm_scale.config import config_hash
 from calm_scale.config.files import write_output
 from calm_scale.config.run import RunConfig

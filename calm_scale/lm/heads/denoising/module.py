@@ -91,7 +91,32 @@ class AdaLNNetwork(nn.Module):
         return linear_fp32(self.final, self.final_norm(y) * (1 + scale) + shift)
 
 
-class FlowHead(GenerativeHead):
+class DenoisingHead(GenerativeHead):
+    """A head whose network takes noise off a latent.
+
+    Args:
+        num_repeats: R independent draws of noise and posterior for each position in a training step.
+    """
+
+    def __init__(self, hidden_size: int, latent_size: int, *, num_blocks: int, num_repeats: int) -> None:
+        super().__init__(hidden_size, latent_size)
+        self.num_repeats = num_repeats
+        self.net = AdaLNNetwork(hidden_size, latent_size, num_blocks)
+        self.net.reset_parameters(None)
+
+    def reset_parameters(self, init_std: float, generator: torch.Generator | None = None) -> None:
+        """Xavier weights (``init_std`` is not used), zero modulations and last layer."""
+        self.net.reset_parameters(generator)
+
+    def _draw_posterior(
+        self, name: str, mean: torch.Tensor, log_std: torch.Tensor, noise: PositionNoise
+    ) -> torch.Tensor:
+        """z of posteriors [B, p, l] → fp32 [B, p, R, l]; ``name`` keys the noise."""
+        drawn = noise.normal(name, self.num_repeats, self.latent_size) * log_std.float().exp().unsqueeze(-2)
+        return drawn.add_(mean.float().unsqueeze(-2))
+
+
+class FlowHead(DenoisingHead):
     """x_t = (1 − t)·x_0 + t·z with x_0 ~ N(0, I), z ~ posterior, t ~ U[0, 1]; the target is z − x_0.
 
     Args:
@@ -108,15 +133,8 @@ class FlowHead(GenerativeHead):
         num_repeats: int = 8,
         sampling_steps: int = 4,
     ) -> None:
-        super().__init__(hidden_size, latent_size)
-        self.num_repeats = num_repeats
+        super().__init__(hidden_size, latent_size, num_blocks=num_blocks, num_repeats=num_repeats)
         self.sampling_steps = sampling_steps
-        self.net = AdaLNNetwork(hidden_size, latent_size, num_blocks)
-        self.net.reset_parameters(None)
-
-    def reset_parameters(self, init_std: float, generator: torch.Generator | None = None) -> None:
-        """Xavier weights (``init_std`` is not used), zero modulations and last layer."""
-        self.net.reset_parameters(generator)
 
     def loss(
         self, hidden: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor, noise: PositionNoise
@@ -124,8 +142,7 @@ class FlowHead(GenerativeHead):
         """Mean over R and l of ‖v(x_t, t, h) − (z − x_0)‖², [B, p]."""
         repeats, size = self.num_repeats, self.latent_size
         start = noise.normal("flow/start", repeats, size)
-        end = noise.normal("flow/posterior", repeats, size) * log_std.float().exp().unsqueeze(-2)
-        end += mean.float().unsqueeze(-2)
+        end = self._draw_posterior("flow/posterior", mean, log_std, noise)
         time = noise.uniform("flow/time", repeats)
         x = torch.lerp(start, end, time[..., None])
         velocity: torch.Tensor = self.net(x, time, self.net.condition(hidden))
@@ -153,7 +170,7 @@ def cosine_alpha_bar(num_steps: int) -> torch.Tensor:
     return torch.cumprod(1 - betas, dim=0)
 
 
-class DiffusionHead(GenerativeHead):
+class DiffusionHead(DenoisingHead):
     """x_t = √ᾱ_t·z + √(1 − ᾱ_t)·ε, z ~ posterior; the network predicts ε.
 
     Args:
@@ -171,24 +188,16 @@ class DiffusionHead(GenerativeHead):
         train_timesteps: int = 1000,
         sampling_steps: int = 100,
     ) -> None:
-        super().__init__(hidden_size, latent_size)
-        self.num_repeats = num_repeats
+        super().__init__(hidden_size, latent_size, num_blocks=num_blocks, num_repeats=num_repeats)
         self.train_timesteps = train_timesteps
         self.sampling_steps = min(sampling_steps, train_timesteps)
-        self.net = AdaLNNetwork(hidden_size, latent_size, num_blocks)
-        self.net.reset_parameters(None)
-
-    def reset_parameters(self, init_std: float, generator: torch.Generator | None = None) -> None:
-        """Xavier weights (``init_std`` is not used), zero modulations and last layer."""
-        self.net.reset_parameters(generator)
 
     def loss(
         self, hidden: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor, noise: PositionNoise
     ) -> torch.Tensor:
         """Mean over R and l of ‖ε̂(x_t, t, h) − ε‖², [B, p]."""
         repeats, size = self.num_repeats, self.latent_size
-        latent = noise.normal("diffusion/posterior", repeats, size) * log_std.float().exp().unsqueeze(-2)
-        latent += mean.float().unsqueeze(-2)
+        latent = self._draw_posterior("diffusion/posterior", mean, log_std, noise)
         epsilon = noise.normal("diffusion/epsilon", repeats, size)
         index = (noise.uniform("diffusion/time", repeats) * self.train_timesteps).long()
         alpha_bar = cosine_alpha_bar(self.train_timesteps).to(latent)[index][..., None]
