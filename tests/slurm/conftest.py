@@ -29,6 +29,7 @@ from calm_scale.config.cluster import ClusterConfig
 BINARIES = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 SBIN = "/usr/sbin:/sbin"
 NODES = ("n1", "n2")
+PATIENCE = 600  # seconds
 
 CONFIGURATION = """
 ClusterName=calmtest
@@ -105,11 +106,11 @@ class Slurm:
         munge = ["munged", "--foreground", "--force", "--num-threads=2"]
         munge += [f"--{name}={self.root}/munge.{end}" for name, end in MUNGE_FILES.items()]
         self._daemon("munged", munge)
-        wait_for((self.root / "munge.socket").exists, 20, "munged's socket")
+        self.wait_for((self.root / "munge.socket").exists, "munged's socket")
         self.start_controller()
         for node in NODES:
             self.start_node(node)
-        wait_for(lambda: self.run("sinfo", "-h", "-o", "%t %D").strip() == "idle 2", 40, "two idle nodes")
+        self.wait_for(lambda: self.run("sinfo", "-h", "-o", "%t %D").strip() == "idle 2", "two idle nodes")
         threading.Thread(target=self._follow_queue, daemon=True).start()
 
     def start_controller(self) -> None:
@@ -145,13 +146,22 @@ class Slurm:
 
     def state(self, job: str) -> str:
         """State of a job (of an array's first task) as the controller had it half a second ago."""
-        wait_for(lambda: bool({job, f"{job}_0"} & set(self._states)), 20, f"news of job {job}")
+        self.wait_for(lambda: bool({job, f"{job}_0"} & set(self._states)), f"news of job {job}")
         return self._states.get(job) or self._states[f"{job}_0"]
 
-    def wait_state(self, job: str, *states: str, seconds: float = 180) -> str:
+    @staticmethod
+    def wait_for(condition: Callable[[], bool], what: str) -> None:
+        """Poll until true. Only a fault takes ``PATIENCE``: a busy machine makes a test late, not wrong."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {PATIENCE} s in vain for {what}")
+            time.sleep(0.2)
+
+    def wait_state(self, job: str, *states: str) -> str:
         """Wait until a job is in one of the states."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        wait_for(lambda: self.state(job) in {*states, *final}, seconds, f"job {job} in {states}")
+        self.wait_for(lambda: self.state(job) in {*states, *final}, f"job {job} in {states}")
         state = self.state(job)
         assert state in states, f"job {job} is {state}\n{self.log_of(job)}"
         return state
@@ -246,15 +256,6 @@ MUNGE_FILES = {
     "log-file": "log",
     "seed-file": "seed",
 }
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll until true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"waited {seconds} s in vain for {what}")
-        time.sleep(0.2)
 
 
 def free_ports(count: int) -> list[int]:

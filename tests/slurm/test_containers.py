@@ -145,7 +145,7 @@ def run_job(
         "CALM_SCALE_FILE_WAIT_SECONDS": "0.2",
     }
     done = subprocess.run(
-        ["bash", str(script)], env=around, capture_output=True, text=True, timeout=100, check=False
+        ["bash", str(script)], env=around, capture_output=True, text=True, timeout=300, check=False
     )
     calls = (place / "bin/calls").read_text().splitlines()
     return done.returncode, done.stdout + done.stderr, calls
@@ -268,7 +268,7 @@ def test_the_step_of_the_ranks_is_ended_by_its_name(profile: Profile, make_run: 
     head, _, _ = script.read_text().partition("\nbegin_attempt\n")
     script.write_text(f"{head}\nend_step\n")
     around = {**os.environ, "PATH": f"{place / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
-    subprocess.run(["bash", str(script)], env=around, timeout=60, check=True)
+    subprocess.run(["bash", str(script)], env=around, timeout=300, check=True)
     assert "scancel --quiet --signal=KILL 77.3" in (place / "bin/calls").read_text().splitlines()
 
 

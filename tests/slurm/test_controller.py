@@ -95,7 +95,7 @@ def start(script: Path, clients: Clients, **env: str) -> subprocess.Popen[str]:
 
 def run_script(script: Path, clients: Clients, **env: str) -> tuple[int, str]:
     process = start(script, clients, **env)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=300)
     return process.returncode, text
 
 
@@ -143,7 +143,7 @@ def test_a_save_is_not_cut_off_by_a_controller_that_does_not_tell_the_end(
     while not up.exists():
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=300)
     assert saved.exists(), text
     assert [(life.cause, life.code) for life in RunRecord(run.workdir).attempts("lm")] == [("limit", 75)]
 

@@ -390,7 +390,7 @@ def test_the_ranks_are_told_in_time_for_what_was_measured(
         env={**os.environ, "SLURM_JOB_ID": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert f"the ranks are told {expected} s before the time limit" in done.stdout, done.stderr
