@@ -61,7 +61,7 @@ def run_ranks() -> Callable[..., list[RankEnded]]:
     """Runs a program as ranks of one world, as torchrun would start them, to their ends."""
 
     def run(
-        program: Path, *arguments: str, num_ranks: int = 2, timeout: float = 90, **extra: str
+        program: Path, *arguments: str, num_ranks: int = 2, timeout: float = 300, **extra: str
     ) -> list[RankEnded]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -93,7 +93,7 @@ class Shared:
 
     def __init__(self) -> None:
         self.values: list[Any] = [None, None]
-        self.barrier = threading.Barrier(2, timeout=20)
+        self.barrier = threading.Barrier(2, timeout=120)
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self.values[rank] = value

@@ -115,7 +115,7 @@ def test_without_locks_a_live_process_is_respected_and_a_killed_one_followed_at_
     begun = time.monotonic()
     with exclusive(tmp_path / "lock"):
         assert [claim.name for claim in tmp_path.glob("lock.*")] == ["lock.1"]
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 60, "well before a claim is stale"
 
 
 def test_of_several_that_follow_a_killed_one_exactly_one_wins(

@@ -101,7 +101,7 @@ def test_a_fifo_and_a_device_are_written_through_and_stay(tmp_path: Path) -> Non
     reader.start()
     refuse_unwritable(fifo)
     write_output(fifo, "through")
-    reader.join(timeout=20)
+    reader.join(timeout=120)
     assert got == [b"through"] and stat.S_ISFIFO(fifo.stat().st_mode)
     link = tmp_path / "null"
     link.symlink_to("/dev/null")

@@ -72,11 +72,11 @@ def test_a_hub_that_does_not_answer_is_given_up(
     import huggingface_hub
 
     monkeypatch.setattr(hub, "OPEN_SECONDS", 0.2)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: time.sleep(20))
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: time.sleep(120))
     began = time.monotonic()
     with pytest.raises(SourceError, match=r"'org/none'.*did not answer within 0 s.*network"):
         prepare(config_of(make_config, "org/none"))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach 'org/none' on the Hub")

@@ -65,11 +65,11 @@ def test_hundreds_of_slow_ranks_are_answered_side_by_side_and_at_the_first_try()
     num_ranks, talks = 300, []
 
     def slow_rank(rank: int) -> None:
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
             talks.append(rank)
             connection.sendall(f"calm-scale x {rank} 0.0\n".encode())
             assert meeting._line(connection) == "here x"
-            time.sleep(0.1)  # one after the other these would take half a minute
+            time.sleep(0.2)  # one after the other these would take a minute
             connection.sendall(b"coming\n")
 
     with meeting.take_port([free_port()]) as listener, ThreadPoolExecutor(num_ranks) as pool:
@@ -77,7 +77,7 @@ def test_hundreds_of_slow_ranks_are_answered_side_by_side_and_at_the_first_try()
         started = time.monotonic()
         ranks = [pool.submit(slow_rank, rank) for rank in range(1, num_ranks)]
         meeting.welcome(listener, "x", num_ranks, 60.0)
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 30
         for rank in ranks:
             rank.result()
     assert sorted(talks) == list(range(1, num_ranks))
@@ -91,7 +91,7 @@ def test_the_time_to_join_counts_from_the_first_rank_that_came() -> None:
         started = time.monotonic()
         with pytest.raises(LaunchError, match="1 of 3 ranks have not joined after 30 s: 2"):
             meeting.welcome(listener, "x", 3, 30.0)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         caller.join()
 
 
@@ -104,7 +104,7 @@ def test_what_comes_after_the_meeting_is_left_for_the_store() -> None:
         def rank(number: int, after: float) -> None:
             time.sleep(after)
             meeting.find_port("127.0.0.1", [port], "x", number, 30.0)
-            connected.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+            connected.append(socket.create_connection(("127.0.0.1", port), timeout=120))
             connected[-1].sendall(b"store")
 
         ranks = [threading.Thread(target=rank, args=(1, 0.0)), threading.Thread(target=rank, args=(2, 1.0))]

@@ -125,12 +125,12 @@ def test_a_rank_that_works_long_keeps_the_others_in_touch_and_is_not_waited_for_
         def work() -> None:
             if world.rank == 1:
                 raise KeyError("shard")
-            released.wait(20)
+            released.wait(120)
 
         world.everywhere(work, patience=lambda: None)
 
     assert_shared(on_two_ranks(one_fails), "rank 1 on ")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     released.set()
 
 
@@ -208,7 +208,7 @@ def test_every_place_shares_what_it_did_not_expect(
         work(world, tmp_path)
 
     assert_shared(on_two_ranks(rank), str(error))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("failing", [0, 1])

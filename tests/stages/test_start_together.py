@@ -123,7 +123,7 @@ def test_a_data_folder_that_one_rank_sees_late_is_waited_for_and_then_an_error_o
     blind: int,
     comes: bool,
 ) -> None:
-    monkeypatch.setenv(FILE_WAIT_VARIABLE, "20" if comes else "0.5")
+    monkeypatch.setenv(FILE_WAIT_VARIABLE, "120" if comes else "0.5")
     late = tmp_path / "late"
     if comes:
         whole = shutil.copytree(prepared.data_dir, tmp_path / "whole")
@@ -134,7 +134,7 @@ def test_a_data_folder_that_one_rank_sees_late_is_waited_for_and_then_an_error_o
 
     started = time.monotonic()
     errors = on_two_ranks(rank)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     if comes:
         assert errors == [None, None]
     else:
