@@ -156,6 +156,8 @@ class TrainingConfig(Section):
     """Once every sample was used: begin another epoch in another order, or stop."""
     loader_workers: Annotated[int, SAFE] = Field(default=1, ge=0, le=32)
     """Threads that read batches ahead; 0 reads in the training thread."""
+    gc_interval: Annotated[int, SAFE] = Field(default=50, ge=0)
+    """Optimizer steps between runs of Python's garbage collector, at once on all ranks; 0: whenever Python likes."""
     stall_seconds: Annotated[float, SAFE] = Field(default=1800.0, gt=0)
     """Seconds without progress after which the watchdog ends the process."""
 

@@ -19,6 +19,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from calm_scale.runtime.host_copies import sent
+
 BLOCK = 16
 Namespace = Literal["train", "eval"]
 _Fill = Callable[[torch.Tensor, torch.Generator], object]
@@ -112,7 +114,7 @@ class PositionNoise:
         """A 63-bit key for every position, int64 [B, p]: seeds for counter-based generators inside kernels."""
         base = stream_seed(*self._key, name)
         samples = [stream_seed(base, sample) for sample in self.sample_ids]
-        first = torch.tensor(samples, dtype=torch.int64, device=self.device)[:, None]
+        first = sent(torch.tensor(samples, dtype=torch.int64), self.device)[:, None]
         position = torch.arange(self.positions.start, self.positions.stop, device=self.device)[None, :]
         return _mix(first ^ _mix(position))
 

@@ -41,6 +41,8 @@ from launchers import environment
 from launchers.ranks import files_under, see_alike
 
 if TYPE_CHECKING:
+    import torch
+
     from calm_scale.autoencoder import ExportCard
     from calm_scale.autoencoder.model import Autoencoder
     from calm_scale.training.deepspeed.engine import DeepSpeedEngine
@@ -128,17 +130,26 @@ def _training(
     store = CheckpointStore(
         folder.checkpoints, world, settings.checkpoint, run_id=attempt.run_id, say=telemetry.say
     )
-    batches = _training_data(settings, model.engine, data, heldout, config.seed)
+    batches = _training_data(settings, model.engine, data, heldout, config.seed, world.device)
     return Training(model.engine, batches, settings, store, telemetry, world, identity, attempt)
 
 
 def _training_data(
-    settings: TrainingConfig, engine: Engine, data: ShardDataset, heldout: ShardDataset | None, seed: int
+    settings: TrainingConfig,
+    engine: Engine,
+    data: ShardDataset,
+    heldout: ShardDataset | None,
+    seed: int,
+    device: torch.device,
 ) -> TrainingData:
     """This rank's stream of training batches and the fixed evaluation batches."""
     plan = BatchPlan.of(settings, engine.data_rank, engine.data_size)
-    batches = TrainingBatches(data, data.order(seed), plan, settings.end_of_data, settings.loader_workers)
-    evaluation = EvaluationBatches(heldout, plan, settings.eval_samples) if heldout is not None else None
+    batches = TrainingBatches(
+        data, data.order(seed), plan, settings.end_of_data, settings.loader_workers, device
+    )
+    evaluation = None
+    if heldout is not None:
+        evaluation = EvaluationBatches(heldout, plan, settings.eval_samples, device)
     stored = max(1, data.manifest.tokens.stored)
     return TrainingData(batches, evaluation, data.manifest.served_padding / stored)
 

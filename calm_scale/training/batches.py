@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from calm_scale.config.training import TrainingConfig
+from calm_scale.runtime.host_copies import pinned
 from calm_scale.training.engine import Batch
 from data_prep.prefetch import prefetch
 
@@ -58,16 +59,25 @@ class BatchPlan:
         return places.reshape(-1, self.data_size, self.micro_batch)[:, self.data_rank]
 
 
+CPU = torch.device("cpu")
+
+
 class TrainingBatches:
-    """The training stream of one data-parallel rank."""
+    """The training stream of one data-parallel rank. ``device``: where the batches go; for a GPU they are pinned."""
 
     def __init__(
-        self, samples: Samples, order: Order, plan: BatchPlan, end_of_data: str = "repeat", workers: int = 1
+        self,
+        samples: Samples,
+        order: Order,
+        plan: BatchPlan,
+        end_of_data: str = "repeat",
+        workers: int = 1,
+        device: torch.device = CPU,
     ) -> None:
         if len(samples) == 0:
             raise ValueError("the training split holds no sequence")
         self.samples, self.order, self.plan = samples, order, plan
-        self.end_of_data, self.workers = end_of_data, workers
+        self.end_of_data, self.workers, self.device = end_of_data, workers, device
 
     @property
     def tokens_per_batch(self) -> int:
@@ -83,7 +93,7 @@ class TrainingBatches:
         """The batch of a step, a pure function of its place in the stream."""
         places = self.plan.stream_indices(consumed_samples)
         picked = np.asarray(self.order(places.reshape(-1)))
-        return _batch(step, self.samples, picked, places)
+        return _batch(step, self.samples, picked, places, self.device)
 
     def iterate(self, step: int, consumed_samples: int) -> Generator[Batch, None, None]:
         """Batches of steps ``step``, ``step + 1``, …; ends where the data does. Read ahead by ``workers`` threads,
@@ -102,15 +112,20 @@ class TrainingBatches:
 class EvaluationBatches:
     """A fixed set of held-out sequences in the shape of training batches: each counts once, whatever the layout.
 
+    Args:
+        device: where the batches go; for a GPU they are pinned.
+
     Attributes:
         num_samples: sequences that are evaluated: as many as asked for, or all there are.
         num_batches: global batches that hold them; the last one is filled up with sequences that do not count.
     """
 
-    def __init__(self, samples: Samples, plan: BatchPlan, num_samples: int) -> None:
+    def __init__(
+        self, samples: Samples, plan: BatchPlan, num_samples: int, device: torch.device = CPU
+    ) -> None:
         if len(samples) == 0:
             raise ValueError("the evaluation split holds no sequence")
-        self.samples, self.plan = samples, plan
+        self.samples, self.plan, self.device = samples, plan, device
         self.num_samples = min(num_samples, len(samples))
         self.num_batches = -(-self.num_samples // plan.global_batch)
 
@@ -123,14 +138,20 @@ class EvaluationBatches:
         """The same sequences every time, with ids 0, 1, …; ``step`` is the training step that is evaluated."""
         for index in range(self.num_batches):
             places = self.plan.stream_indices(index * self.plan.global_batch)
-            batch = _batch(step, self.samples, places.reshape(-1) % self.num_samples, places)
+            batch = _batch(step, self.samples, places.reshape(-1) % self.num_samples, places, self.device)
             whole = (index + 1) * self.plan.global_batch <= self.num_samples
             yield batch if whole else replace(batch, counted=batch.sample_ids < self.num_samples)
 
 
-def _batch(step: int, samples: Samples, picked: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> Batch:
+def _batch(
+    step: int,
+    samples: Samples,
+    picked: npt.NDArray[Any],
+    places: npt.NDArray[np.int64],
+    device: torch.device,
+) -> Batch:
     tokens = torch.from_numpy(samples.gather(picked, np.int64)).view(*places.shape, -1)
-    return Batch(step=step, tokens=tokens, sample_ids=torch.from_numpy(places.copy()))
+    return Batch(step=step, tokens=pinned(tokens, device), sample_ids=torch.from_numpy(places.copy()))
 
 
 class UntilStopped(Iterator[Batch]):

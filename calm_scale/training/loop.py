@@ -23,6 +23,7 @@ from calm_scale.training.attempt import Ledger, Outcome, Start, Training
 from calm_scale.training.batches import UntilStopped
 from calm_scale.training.checkpointing import Checkpointing
 from calm_scale.training.engine import Batch, StepResult
+from calm_scale.training.garbage import GarbageCollection
 from calm_scale.training.nonfinite import NonFiniteError, NonFiniteGuard
 from calm_scale.training.schedule import learning_rate
 
@@ -127,7 +128,10 @@ class _Loop:
         if self.world.is_first:
             on_begin()
         try:
-            with closing(self.data.train.iterate(self.counters.steps + 1, self.counters.samples)) as batches:
+            with (
+                GarbageCollection(self.config.gc_interval) as garbage,
+                closing(self.data.train.iterate(self.counters.steps + 1, self.counters.samples)) as batches,
+            ):
                 if self.pending_row is not None:
                     self._evaluate(self.pending_row)
                 while self.counters.steps < self.config.steps:
@@ -140,6 +144,7 @@ class _Loop:
                     self._step(batch)
                     if self.config.checkpoint.is_due(self.counters.steps):
                         self.checkpoints.save(self._card(), background=self.config.checkpoint.async_save)
+                    garbage.after(self.counters.steps)
                     self.ledger.progress()
             if self.pending_row is not None:
                 return self._end("signal", EXIT_REQUEUE)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from itertools import chain
 from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
+from calm_scale.runtime.host_copies import sent
 from calm_scale.training.batches import BatchPlan, EvaluationBatches, TrainingBatches
 from data_prep.shards.order import SampleOrder
 
@@ -104,3 +107,48 @@ def test_evaluation_counts_every_sequence_once_in_every_layout(
 def test_whole_batches_are_evaluated_as_they_were(tiny: ModuleType) -> None:
     batches = list(EvaluationBatches(tiny.Sequences(30), BatchPlan(12, 2, 0, 1), 25).iterate(3))
     assert [batch.counted is None for batch in batches] == [True, True, False]
+
+
+class Pinned:
+    """Notes what is pinned and copied, in place of CUDA."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pinned: dict[int, str] = {}
+        self.copied: list[bool] = []
+        to = torch.Tensor.to
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            copy = tensor.clone()
+            self.pinned[copy.data_ptr()] = threading.current_thread().name
+            return copy
+
+        def send(tensor: torch.Tensor, device: object = None, **kwargs: object) -> torch.Tensor:
+            if not isinstance(device, torch.device) or device.type != "cuda":
+                return to(tensor, device, **kwargs)
+            self.copied.append(bool(kwargs.get("non_blocking")) and tensor.data_ptr() in self.pinned)
+            return tensor
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+        monkeypatch.setattr(torch.Tensor, "to", send)
+
+
+def test_batches_for_a_gpu_are_pinned_by_the_reading_threads_and_hold_the_same(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, order, plan = Pinned(monkeypatch), SampleOrder(50, 7), BatchPlan(12, 2, 0, 1)
+    for_gpu = TrainingBatches(tiny.Sequences(50), order, plan, device=torch.device("cuda"))
+    plain = TrainingBatches(tiny.Sequences(50), order, plan)
+    with closing(for_gpu.iterate(1, 0)) as batches:
+        batch = next(batches)
+    assert batch.tokens.equal(plain.at(1, 0).tokens)
+    assert noted.pinned[batch.tokens.data_ptr()].startswith("prefetch")
+    held_out = EvaluationBatches(tiny.Sequences(30), plan, 12, torch.device("cuda"))
+    assert next(held_out.iterate(1)).tokens.data_ptr() in noted.pinned
+
+
+def test_a_copy_to_a_gpu_is_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Pinned(monkeypatch)
+    sent(torch.arange(4), torch.device("cuda"))
+    assert noted.copied == [True]
+    row = torch.arange(4)
+    assert sent(row, torch.device("cpu")) is row

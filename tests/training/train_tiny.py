@@ -63,6 +63,7 @@ def training_config(**changes: object) -> TrainingConfig:
         "checkpoint": {"interval": 4},
         "eval_interval": 6,
         "eval_samples": 24,
+        "gc_interval": 0,
     }
     return TrainingConfig.model_validate(base | changes)
 

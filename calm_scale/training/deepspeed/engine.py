@@ -22,6 +22,7 @@ from calm_scale.autoencoder.model import Autoencoder
 from calm_scale.autoencoder.objective import SUMS, TrainingObjective, draw_noise, objective_value
 from calm_scale.config.autoencoder import AutoencoderStage
 from calm_scale.config.errors import CalmScaleError, ConfigError
+from calm_scale.runtime.host_copies import sent
 from calm_scale.runtime.noise import PositionNoise
 from calm_scale.runtime.world import World
 from calm_scale.training.deepspeed.setup import build_optimizer, deepspeed_config
@@ -118,7 +119,7 @@ class DeepSpeedEngine:
         for batch in batches:
             patches, valid = self._patches(batch.tokens)
             if batch.counted is not None:
-                valid = valid & batch.counted.to(valid.device)[..., None, None]
+                valid = valid & sent(batch.counted, valid.device)[..., None, None]
             for micro in range(patches.shape[0]):
                 noise = self._noise(0, batch.sample_ids[micro], patches.shape[2], evaluation=True)
                 sums.add(patches[micro], valid[micro], noise)
@@ -164,7 +165,7 @@ class DeepSpeedEngine:
                 f"token id {low if low < 0 else high} lies outside of the vocabulary of {self._vocab_size}; "
                 "were the shards prepared with another tokenizer?"
             )
-        patches = tokens.unflatten(-1, (-1, self._patch_size)).to(self._device, non_blocking=True)
+        patches = sent(tokens.unflatten(-1, (-1, self._patch_size)), self._device)
         if self._pad_id is None:
             return patches, torch.ones_like(patches, dtype=torch.bool)
         return patches, patches != self._pad_id

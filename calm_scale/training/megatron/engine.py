@@ -19,6 +19,7 @@ from calm_scale.lm.build import build_models
 from calm_scale.lm.model import CalmModel
 from calm_scale.lm.sharded import Staging, write_shards
 from calm_scale.lm.targets import LatentCodec, input_latents, next_patch_targets, position_weights
+from calm_scale.runtime.host_copies import sent
 from calm_scale.runtime.megatron import Layout, initialize
 from calm_scale.runtime.noise import Namespace
 from calm_scale.runtime.world import COLLECTIVE_SECONDS, World
@@ -123,7 +124,7 @@ class MegatronEngine:
         """Run the pipeline schedule over the micro-batches; the mean loss per position of the global batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        tokens = batch.tokens.to(self.layout.device, non_blocking=True)
+        tokens = sent(batch.tokens, self.layout.device)
         num_micro_batches, size, length = tokens.shape
         num_positions = length // self._run.patch_size
         scale = 1.0 / max(1, self._num_positions(batch))
@@ -148,7 +149,7 @@ class MegatronEngine:
         weights = position_weights(batch.tokens, self._run.patch_size, self._pad_id)
         if batch.counted is not None:
             weights = weights * batch.counted[..., None]
-        count = weights.sum(dtype=torch.float64).to(self.layout.device)
+        count = sent(weights.sum(dtype=torch.float64), self.layout.device)
         dist.all_reduce(count, group=self.layout.data_group)
         return int(count.item())
 
@@ -179,7 +180,7 @@ class MegatronEngine:
             pad_id=self._pad_id,
         )
         if counted is not None:
-            weights = weights * counted.to(weights.device)[:, None]
+            weights = weights * sent(counted, weights.device)[:, None]
         return chunk(tokens, latents, targets), partial(_weighted_sum, weights=weights, scale=scale)
 
     def _sum_over_world(self, losses: Sequence[torch.Tensor]) -> float:
