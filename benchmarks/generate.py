@@ -25,7 +25,7 @@ from types import SimpleNamespace
 import torch
 from _measure import ratios, say_ratio, seconds_by_round
 
-from calm_scale.autoencoder.model import Autoencoder
+from calm_scale.autoencoder.model import Autoencoder, FrozenAutoencoder
 from calm_scale.config import RunConfig
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.lm.build import build_models
@@ -117,7 +117,7 @@ def build(kind: str) -> MegatronPatchModel:
     if kind == "softmax" or run.autoencoder is None:
         return MegatronPatchModel(model, single, None)
     torch.nn.init.normal_(model.head.final_layer.linears[2].weight, std=0.05)
-    codec = Autoencoder(run.autoencoder.model, VOCAB, K).eval().requires_grad_(False)
+    codec = FrozenAutoencoder(Autoencoder(run.autoencoder.model, VOCAB, K).requires_grad_(False))
     return MegatronPatchModel(model, single, codec)
 
 

@@ -14,10 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from calm_scale.autoencoder.cross_entropy import slice_rows, tied_cross_entropy
+from calm_scale.autoencoder.likeliest import LikeliestIds, screening_pays
 from calm_scale.config.autoencoder import AutoencoderModelConfig
 
 TIED_ALIAS = "decoder.lm_head_weight"
 _TABLE_ROWS = 4096
+_SCREENED_ROWS = 256
+"""Tokens decoded at once on a CPU through ``LikeliestIds``; fewer in all do not pay for it."""
 
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
@@ -129,12 +132,12 @@ class Decoder(nn.Module):
         With ``targets`` (int64 [..., K]) and ``counted`` (bool [..., K]): the summed cross-entropy and the number
         of correct argmaxes instead, without holding all logits.
         """
-        hidden = self._hidden(latents)
+        hidden = self.token_states(latents)
         if targets is None or counted is None:
             return F.linear(hidden, self.lm_head_weight)
         return tied_cross_entropy(hidden, self.lm_head_weight, targets, counted)
 
-    def _hidden(self, latents: torch.Tensor) -> torch.Tensor:
+    def token_states(self, latents: torch.Tensor) -> torch.Tensor:
         """[..., l] → [..., K, a]: everything before the vocabulary."""
         x = self.latent_to_hidden(latents)
         half = len(self.decoder_layers) // 2
@@ -216,7 +219,8 @@ class FrozenAutoencoder:
     Before the squeeze the encoder looks at one token at a time, so for frozen weights that half is a function of the
     token id alone. Computing it once for all V ids and looking it up replaces most of the encoder's arithmetic in every
     step of the language model. It is exact up to the rounding of differently shaped matrix products. The table takes
-    V · d_AE numbers in the weights' type and is made at the first ``encode``.
+    V · d_AE numbers in the weights' type and is made at the first ``encode``. Many latents at once are decoded by
+    ``LikeliestIds`` where that is faster.
     """
 
     def __init__(self, model: Autoencoder) -> None:
@@ -224,6 +228,7 @@ class FrozenAutoencoder:
         self.patch_size, self.vocab_size = model.patch_size, model.vocab_size
         self.latent_size = model.latent_size
         self._table: torch.Tensor | None = None
+        self._likeliest: LikeliestIds | None = None
 
     @torch.no_grad()
     def encode(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,7 +246,16 @@ class FrozenAutoencoder:
     @torch.no_grad()
     def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:
         """``latents`` [..., l] → the most likely ids, int64 [..., K]."""
-        return self.model.decode_ids(latents)
+        rows = latents.flatten(0, -2)
+        weight = self.model.decoder.lm_head_weight
+        if len(rows) * self.patch_size < _SCREENED_ROWS or not screening_pays(weight):
+            return self.model.decode_ids(latents)
+        if self._likeliest is None:
+            self._likeliest = LikeliestIds(weight)
+        step = max(_SCREENED_ROWS, slice_rows(self.vocab_size, weight.device.type)) // self.patch_size
+        states = (self.model.decoder.token_states(part) for part in rows.split(max(1, step)))
+        ids = [self._likeliest(state.flatten(0, 1)) for state in states]
+        return torch.cat(ids).view(*latents.shape[:-1], self.patch_size)
 
     def _per_token(self) -> torch.Tensor:
         """[V, d_AE]: every token's embedding after the blocks before the squeeze."""
