@@ -110,6 +110,10 @@ class ThreadWorld(World):
     def maximum(self, values: Sequence[int]) -> list[int]:
         return [max(pair) for pair in zip(*self.gather_objects(list(values)), strict=True)]
 
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        rows = self.gather_objects(list(values))
+        return rows if self.is_first else []
+
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         return self.gather_objects(value)[source]
 

@@ -11,9 +11,10 @@ from typing import Any, Literal
 from calm_scale.checkpoint.judge import Entry, inventory, resumable
 from calm_scale.config.run_folder import StageFolder
 from calm_scale.config.training import TrainingConfig
-from calm_scale.record import ledger
+from calm_scale.record import ledger, rank_times
 from calm_scale.record.ledger import Event
 from calm_scale.record.metrics import Row, read_metrics
+from calm_scale.record.rank_times import Straggler
 
 State = Literal["not started", "running", "silent", "stopped", "finished", "failed"]
 
@@ -37,6 +38,7 @@ class StageStatus:
         eta_seconds: to the last step at the present pace (evaluations and saves included).
         seconds_per_step: wall-clock pace of the current attempt.
         seconds_silent: since anything was written.
+        stragglers: ranks that are slower than the others, while the stage runs.
         damaged: step folders that are not resumed unasked and unreadable lines of the ledger, with the reason.
     """
 
@@ -54,6 +56,7 @@ class StageStatus:
     tokens_per_s: float | None = None
     loss: float | None = None
     seconds_silent: float | None = None
+    stragglers: tuple[Straggler, ...] = ()
     damaged: tuple[str, ...] = ()
 
 
@@ -95,6 +98,7 @@ def stage_status(
     total = training.steps if training else None
     upcoming = _next_save(step, training)
     moving = state == "running" and pace is not None
+    slow = rank_times.stragglers(StageFolder(folder).ranks, events[-1].attempt) if moving and events else ()
     return StageStatus(
         stage=folder.name,
         state=state,
@@ -110,6 +114,7 @@ def stage_status(
         tokens_per_s=_number(rows, "tokens_per_s"),
         loss=_number(rows, "loss"),
         seconds_silent=silent,
+        stragglers=slow,
         damaged=damaged,
     )
 

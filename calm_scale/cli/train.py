@@ -27,6 +27,14 @@ ResumeStep = Annotated[
         help="Resume the checkpoint of this step instead of the newest, even one that is marked suspect.",
     ),
 ]
+Profile = Annotated[
+    bool,
+    typer.Option(
+        "--profile",
+        help="Record some steps with torch's profiler: traces in the stage's folder `profile`. `training.profile` says "
+        "which steps and ranks.",
+    ),
+]
 RESUMES = (
     "Run it again after any stop: it resumes from the newest complete checkpoint. "
     "Exit code 75 means: stopped on a signal after saving. Exit code 76 means: the loss or the gradients stayed "
@@ -60,12 +68,15 @@ def _command(stage: Stage) -> Callable[..., None]:
         device: UsedDevice = None,
         accept: Accept = None,
         resume_step: ResumeStep = None,
+        profile: Profile = False,
         dry_run: DryRun = False,
     ) -> None:
         from calm_scale.stages import launch
 
         overrides = with_device(set_, device)
         run = load(config, overrides)
+        if profile and run.require_stage(stage).training.profile is None:
+            run = load(config, [*overrides, f"{stage}.training.profile={{}}"])
         if dry_run:
             from calm_scale.stages.before_start import all_notes
             from calm_scale.stages.plan.dry_run import dry_run as print_dry_run

@@ -45,6 +45,16 @@ class StageFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def ranks(self) -> Path:
+        """The times of every rank in a step of each logging interval, and the stragglers, one measurement a line."""
+        return self.path / "ranks.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of torch's profiler."""
+        return self.path / "profile"
+
+    @property
     def failures(self) -> Path:
         """Ranks that failed, one a line."""
         return self.path / "failures.jsonl"

@@ -129,6 +129,19 @@ class CheckpointConfig(Section):
         )
 
 
+class ProfileConfig(Section):
+    """Steps that torch's profiler records, on some ranks: a Chrome trace each in the stage's folder `profile`."""
+
+    field_policy = SAFE
+
+    first_step: int | None = Field(default=None, gt=0)
+    """The first recorded step; null is the fourth step of each attempt, after what only the first ones do."""
+    steps: int = Field(default=3, gt=0)
+    """Number of steps that are recorded."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
+    """Ranks that record."""
+
+
 class TrainingConfig(Section):
     """Batches are counted in sequences (samples): global_batch = micro_batch × data-parallel ranks × accumulation."""
 
@@ -158,6 +171,8 @@ class TrainingConfig(Section):
     """Threads that read batches ahead; 0 reads in the training thread."""
     gc_interval: Annotated[int, SAFE] = Field(default=50, ge=0)
     """Optimizer steps between runs of Python's garbage collector, at once on all ranks; 0: whenever Python likes."""
+    profile: Annotated[ProfileConfig | None, SAFE] = None
+    """Steps that are profiled; null: none."""
     stall_seconds: Annotated[float, SAFE] = Field(default=1800.0, gt=0)
     """Seconds without progress after which the watchdog ends the process."""
 

@@ -15,6 +15,9 @@ from typing import Any
 MOST_KEPT = 10_000
 """Lines kept in memory while they cannot be written; beyond that the oldest go."""
 
+TAIL_BYTES = 1 << 20
+"""What is read of a file for its last line."""
+
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Number (from 1) and value of every line that is not blank; the value of a line that is not JSON is None.
@@ -38,6 +41,23 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 def read_objects(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file, in order; every other line is passed over. Empty where there is no file."""
     return [value for _, value in read_lines(path) if isinstance(value, dict)]
+
+
+def last_object(path: Path) -> dict[str, Any] | None:
+    """The last JSON object among the file's last ``TAIL_BYTES``; None where there is none. Reads no more than these."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().split(b"\n")
+    for line in reversed(lines):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            return value
+    return None
 
 
 def append_lines(path: Path, lines: Sequence[str], durable: bool = False) -> None:

@@ -64,6 +64,11 @@ class Telemetry:
         self._task: Any = None
         self._started = time.monotonic()
 
+    @property
+    def interval(self) -> int:
+        """Steps between the lines that are shown."""
+        return self._logging.interval
+
     def say(self, text: str) -> None:
         """A line for people."""
         self._print(f"[{self._title}] {text}")

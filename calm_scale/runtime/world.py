@@ -88,6 +88,18 @@ class World(Ranks):
         dist.all_gather_object(gathered, value, group=self.control)
         return gathered
 
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``values`` in rank order on the first rank, nothing elsewhere: one small message a rank."""
+        if self.world_size == 1:
+            return [list(values)]
+        import torch
+        import torch.distributed as dist
+
+        mine = torch.tensor(list(values), dtype=torch.float64)
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)] if self.is_first else None
+        dist.gather(mine, gathered, dst=0, group=self.control)
+        return [row.tolist() for row in gathered or ()]
+
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Rank ``source``'s value on every rank."""
         if self.world_size == 1:

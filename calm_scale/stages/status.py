@@ -53,8 +53,11 @@ def _view(run: Path, seen: queue.Queue) -> Group:
     jobs = job_status(run, seen)
     parts: list[Table | Text] = [_stages(run, config, jobs)]
     for stage in TRAINED:
+        status = _of(run, config, stage)
+        parts += [Text(f"{stage}: passed over {line}", style="yellow") for line in status.damaged]
         parts += [
-            Text(f"{stage}: passed over {line}", style="yellow") for line in _of(run, config, stage).damaged
+            Text(f"{stage}: {straggler} ({_moment(straggler.since)})", style="yellow")
+            for straggler in status.stragglers
         ]
     parts += [Text(f"{job.stage}: {job.verdict}", style="red") for job in jobs.stages if job.verdict]
     parts += [

@@ -49,12 +49,14 @@ class Engine(Protocol):
 
     Attributes:
         data_rank, data_size: whose share of the global batch this rank reads.
+        pipeline_rank: ranks with the same one do the same work.
         place: this rank's position in the layout, for messages, e.g. ``tensor 1, pipeline stage 0, data 2``; empty
             where the rank's number says it.
     """
 
     data_rank: int
     data_size: int
+    pipeline_rank: int
 
     @property
     def place(self) -> str: ...

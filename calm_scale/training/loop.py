@@ -25,6 +25,8 @@ from calm_scale.training.checkpointing import Checkpointing
 from calm_scale.training.engine import Batch, StepResult
 from calm_scale.training.garbage import GarbageCollection
 from calm_scale.training.nonfinite import NonFiniteError, NonFiniteGuard
+from calm_scale.training.profiling import StepProfiler
+from calm_scale.training.rank_clock import RankClock
 from calm_scale.training.schedule import learning_rate
 
 _SHOWN_SCORES = ("loss", "token_accuracy", "patch_accuracy", "std", "collapsed_dims")
@@ -72,6 +74,7 @@ def fit(
     finally:
         if departure is None:
             watchdog.close()
+        loop.rank_clock.close()
         training.telemetry.close()
 
 
@@ -99,6 +102,7 @@ class _Loop:
         self.ledger = Ledger(training, watchdog)
         self.guard = NonFiniteGuard(self.config)
         self.checkpoints = Checkpointing(training, self.ledger, self.guard)
+        self.training, self.rank_clock = training, RankClock(training)
         self.counters = Counters()
         self.row: dict[str, Any] = {}
         self.pending_row: dict[str, Any] | None = None
@@ -130,6 +134,7 @@ class _Loop:
         try:
             with (
                 GarbageCollection(self.config.gc_interval) as garbage,
+                StepProfiler(self.training, self.counters.steps) as profiler,
                 closing(self.data.train.iterate(self.counters.steps + 1, self.counters.samples)) as batches,
             ):
                 if self.pending_row is not None:
@@ -137,11 +142,14 @@ class _Loop:
                 while self.counters.steps < self.config.steps:
                     if self._asked_to_stop():
                         return self._end("signal", EXIT_REQUEUE)
+                    profiler.begin(self.counters.steps + 1)
+                    start = time.monotonic()
                     with self.ledger.phase("reading data", "stall"):
                         batch = next(batches, None)
                     if batch is None:
                         return self._out_of_data()
-                    self._step(batch)
+                    self._step(batch, time.monotonic() - start)
+                    profiler.end(self.counters.steps)
                     if self.config.checkpoint.is_due(self.counters.steps):
                         self.checkpoints.save(self._card(), background=self.config.checkpoint.async_save)
                     garbage.after(self.counters.steps)
@@ -153,13 +161,16 @@ class _Loop:
             self.checkpoints.mark_suspects(self.counters.steps)
             raise
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: Batch, reading_seconds: float) -> None:
         step = self.counters.steps + 1
         lr = learning_rate(self.config.optimizer, step, self.config.steps)
         start, cpu = time.monotonic(), time.process_time()
-        with self.ledger.phase(f"training step {step}", "train"):
+        with self.ledger.phase(f"training step {step}", "train"), self.rank_clock.measuring(step):
             result = self.engine.train_step(batch, lr)
         clocks = {"seconds": time.monotonic() - start, "cpu_seconds": time.process_time() - cpu}
+        if self.rank_clock.is_due(step):
+            with self.ledger.phase(f"gathering the ranks' times of step {step}"):
+                self.rank_clock.gather(step, reading_seconds + clocks["seconds"])
         row = self.row = self._numbers(step, lr, result, clocks)
         try:
             warning = self.guard.judge(step, result)

@@ -21,10 +21,12 @@ class TinyEngine:
     """An embedding and a linear layer that predict the next token, trained with AdamW and weight noise.
 
     ``bad_steps``: a gradient becomes Inf on the last rank at these steps. ``slow_save``/``slow_step``/``slow_eval``:
-    seconds each takes, so that a test can hit it. ``stops_at``: the last rank stops (SIGSTOP) inside this step.
+    seconds each takes, so that a test can hit it; ``slow_rank``: only there a step takes them. ``stops_at``: the last
+    rank stops (SIGSTOP) inside this step.
     """
 
     place = ""
+    pipeline_rank = 0
 
     def __init__(
         self,
@@ -35,9 +37,11 @@ class TinyEngine:
         slow_save: float = 0.0,
         slow_step: float = 0.0,
         slow_eval: float = 0.0,
+        slow_rank: int | None = None,
         stops_at: int | None = None,
     ) -> None:
         self.world, self.stops_at = world, stops_at
+        slow_step *= slow_rank in (None, world.rank)
         self.data_rank, self.data_size = world.rank, world.world_size
         self.bad_steps, self.slow_save, self.slow_step, self.slow_eval = (
             set(bad_steps),

@@ -50,6 +50,7 @@ class DeepSpeedEngine:
     """
 
     place = ""
+    pipeline_rank = 0
 
     def __init__(
         self,

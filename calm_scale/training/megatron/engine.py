@@ -52,7 +52,7 @@ class MegatronEngine:
             the data holds no padding.
 
     Attributes:
-        data_rank, data_size: whose share of the global batch this rank reads.
+        data_rank, data_size, pipeline_rank: see ``Engine``.
         steps: optimizer steps taken (skipped ones not counted).
     """
 
@@ -65,6 +65,7 @@ class MegatronEngine:
         self.layout: Layout = initialize(stage.parallel, world)
         self.data_rank = self.layout.data_rank
         self.data_size = self.layout.data_size
+        self.pipeline_rank = self.layout.pipeline_rank
         _check(run, self.layout, codec)
         self.models: list[CalmModel] = build_models(run, self.layout)
         shards_optimizer = stage.parallel.distributed_optimizer and self.data_size > 1
