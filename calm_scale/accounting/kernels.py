@@ -257,8 +257,11 @@ class Software:
     step_seconds: float = 0.02
 
     def for_run(self, config: RunConfig) -> Software:
-        """The program with the kernels that the run's settings ask for."""
-        return replace(self, attention_backward=DETERMINISTIC_BACKWARD) if config.deterministic else self
+        """The program with the kernels and overlaps that the run's settings ask for."""
+        software = replace(self, attention_backward=DETERMINISTIC_BACKWARD) if config.deterministic else self
+        if config.require_lm().parallel.overlap is False:
+            software = replace(software, overlap_reduce=False, overlap_gather=False)
+        return software
 
 
 FUSED = Software("fused kernels", norm_passes=12, activation_passes=4, logit_bytes=14, gaps=30)
@@ -273,5 +276,8 @@ OURS = replace(
     name="calm-scale with Transformer Engine",
     fused_attention=True,
     logit_bytes=OWN_LOGIT_BYTES,
+    overlap_gather=True,
 )
-OURS_PLAIN = replace(EAGER, name="calm-scale without Transformer Engine", logit_bytes=OWN_LOGIT_BYTES)
+OURS_PLAIN = replace(
+    EAGER, name="calm-scale without Transformer Engine", logit_bytes=OWN_LOGIT_BYTES, overlap_gather=True
+)

@@ -18,6 +18,7 @@ from calm_scale.accounting.costs import autoencoder_step_flops, step_flops
 from calm_scale.accounting.hardware import Device
 from calm_scale.accounting.kernels import (
     OURS,
+    OURS_PLAIN,
     KernelSeconds,
     Rates,
     Software,
@@ -51,8 +52,8 @@ ASSUMPTIONS = (
     "attention (causal) at {attention:.0%}; norms, activations, losses, gradients and the optimizer move their "
     "bytes. Collectives run at the bandwidth of the ports their ranks share: {link:.0f} GB/s inside a node, "
     "{network:.0f} GB/s per device between nodes, each per direction. The reduction of gradients hides behind the "
-    "last micro-batch's backward pass; tensor-parallel collectives, transfers between stages and the gathering of "
-    "weights do not. "
+    "last micro-batch's backward pass and the gathering of weights behind the first one's forward pass; "
+    "tensor-parallel collectives and transfers between stages do not hide. "
     "The device's shares are {calibration}; docs/scale.md says how far estimates are off."
 )
 
@@ -132,6 +133,17 @@ def step_time(
         optimizer=max(_optimizer_bytes(config, stage, data_parallel) for stage in held) / at.memory
         + software.step_seconds,
     )
+
+
+def slower_without_transformer_engine(
+    config: RunConfig, data_parallel: int, device: Device, gpus_per_node: int
+) -> float:
+    """A step without Transformer Engine over one with it."""
+    plain, fused = (
+        step_time(config, data_parallel, device, gpus_per_node, software=software).total
+        for software in (OURS_PLAIN, OURS)
+    )
+    return plain / fused
 
 
 def autoencoder_step_seconds(

@@ -226,6 +226,8 @@ class ParallelConfig(Section):
     """Split norms and residuals over the tensor ranks by position."""
     distributed_optimizer: bool = True
     """Split the optimizer state over the replicas."""
+    overlap: bool | None = None
+    """Reduce gradients and gather weights while other layers compute; null: on GPUs."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, attention, or whole layers."""
     head_parallelism: Literal["position", "tensor"] = "position"

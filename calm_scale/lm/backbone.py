@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from calm_scale.config.lm import BackboneConfig
-from calm_scale.runtime.megatron import has_transformer_engine
+from calm_scale.runtime.fast_kernels import has_transformer_engine
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -55,7 +55,9 @@ def build_models(
     stage = run.require_lm()
     precision = precision or stage.training.precision
     stages = balance(run) if stage.parallel.pipeline > 1 else None
-    config = transformer_config(stage.backbone, stage.parallel, precision, stages, layout.device)
+    config = transformer_config(
+        stage.backbone, stage.parallel, precision, stages, layout.device, for_inference=for_inference
+    )
     num_chunks = stage.parallel.virtual_pipeline
     models = []
     for chunk in range(num_chunks):

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import torch
 
 from calm_scale.lm.heads.energy import DRAWS, rows_per_chunk
+from calm_scale.runtime import fast_kernels
 from calm_scale.runtime.noise import NoiseChunk, PositionNoise
 
 Backend = Literal["auto", "torch", "triton"]
@@ -40,14 +41,15 @@ def energy_score(
         mean, log_std: the posterior of the next patch, [B, p, l].
         noise: keyed noise of these B·p positions; its ``posterior/*`` streams are used.
         num_posterior: M. alpha: exponent, 0 < α ≤ 2; strictly proper below 2, blind to everything but the mean at 2.
-        backend: ``auto`` takes Triton on CUDA (not for fp64) and torch elsewhere. Their posterior draws differ.
+        backend: ``auto`` takes Triton on CUDA, where it is there (not for fp64), and torch elsewhere. Their posterior
+            draws differ.
             A shape that the Triton kernel does not take goes to torch; a warning says so once.
 
     Returns:
         [B, p], fp32 (fp64 for fp64 samples). Where two points coincide the gradient of their distance is 0.
     """
     _check(samples, mean, log_std, noise, num_posterior, alpha)
-    fused = samples.is_cuda and samples.dtype != torch.float64
+    fused = samples.is_cuda and samples.dtype != torch.float64 and fast_kernels.found().triton
     if backend == "triton" or (backend == "auto" and fused):
         from calm_scale.lm.energy_score_triton import energy_score_triton, why_unsupported
 

@@ -13,6 +13,7 @@ from calm_scale.lm.backbone import Rotary, build_backbone
 from calm_scale.lm.heads.base import GenerativeHead
 from calm_scale.lm.targets import Targets, gather_all, mark_position_parallel, take_owned
 from calm_scale.lm.token_layers import Compressor, PlainEmbedding, VocabularyOutput
+from calm_scale.runtime.megatron import for_own_linears
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,13 +54,14 @@ class CalmModel(nn.Module):
         self.patch_size = run.patch_size
         self.is_autoregressive = stage.predicts_tokens
         self.splits_positions = not self.is_autoregressive and stage.parallel.head_parallelism == "position"
+        own_linears = for_own_linears(config)
         self.rotary = Rotary(stage.backbone, device)
         self.compressor: Compressor | PlainEmbedding | None = None
         if pre_process and self.is_autoregressive:
-            self.compressor = PlainEmbedding(config, run.vocab_size)
+            self.compressor = PlainEmbedding(own_linears, run.vocab_size)
         elif pre_process:
             self.compressor = Compressor(
-                config, run.vocab_size, run.patch_size, run.latent_size, stage.input_mode
+                own_linears, run.vocab_size, run.patch_size, run.latent_size, stage.input_mode
             )
         self.decoder = build_backbone(
             config,
@@ -70,7 +72,7 @@ class CalmModel(nn.Module):
         )
         self.head: nn.Module | None = None
         if post_process:
-            self.head = VocabularyOutput(config, run.vocab_size) if self.is_autoregressive else head
+            self.head = VocabularyOutput(own_linears, run.vocab_size) if self.is_autoregressive else head
             if self.splits_positions and head is not None:
                 mark_position_parallel(head)
 

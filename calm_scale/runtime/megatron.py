@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import copy
 import logging
-import socket
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +14,12 @@ import torch.distributed as dist
 
 from calm_scale.config import ConfigError
 from calm_scale.config.lm import BackboneConfig, ParallelConfig
-from calm_scale.runtime import cuda_on_cpu
+from calm_scale.runtime import cuda_on_cpu, fast_kernels
 from calm_scale.runtime.world import COLLECTIVE_SECONDS, World
-from launchers import environment
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_TRANSFORMER_ENGINE = "transformer_engine"
 Precision = Literal["fp32", "bf16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -59,7 +54,7 @@ def initialize(parallel: ParallelConfig, world: World) -> Layout:
     """
     _quiet()
     cuda_on_cpu.install()
-    has_transformer_engine()
+    fast_kernels.has_transformer_engine()
     from megatron.core import parallel_state as state
 
     try:
@@ -92,49 +87,26 @@ def initialize(parallel: ParallelConfig, world: World) -> Layout:
     )
 
 
-@functools.cache
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported. Ask before Megatron is imported.
-
-    A broken one (built for another torch, a library missing) is named once per node and hidden from Megatron, which
-    would end with the same error.
-    """
-    if importlib.util.find_spec(_TRANSFORMER_ENGINE) is None:
-        return False
-    try:
-        importlib.import_module(f"{_TRANSFORMER_ENGINE}.pytorch")
-    except (
-        Exception
-    ) as error:  # whatever a foreign build raises: ImportError, OSError, RuntimeError, AssertionError
-        for name in [name for name in sys.modules if name.split(".")[0] == _TRANSFORMER_ENGINE]:
-            del sys.modules[name]
-        sys.modules[_TRANSFORMER_ENGINE] = None  # type: ignore[assignment]
-        if environment.facts().local_rank == 0:
-            sys.stderr.write(
-                f"Transformer Engine is installed on {socket.gethostname()} but cannot be imported "
-                f"({type(error).__name__}: {error}); its layers are replaced by slower ones. Install a build for torch "
-                f"{torch.__version__}, or uninstall it\n"
-            )
-        return False
-    return True
-
-
 def transformer_config(
     backbone: BackboneConfig,
     parallel: ParallelConfig,
     precision: Precision,
     stages: Sequence[int] | None,
     device: torch.device,
+    *,
+    for_inference: bool = False,
 ) -> TransformerConfig:
     """Megatron's configuration of our Llama-style backbone.
 
     Args:
         stages: layers of each pipeline stage (virtual stages in the order the data meets them); None when even.
         device: decides about the fused CUDA kernels, which a CPU does not have.
+        for_inference: without the kernels of the training's layers.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     on_cuda = device.type == "cuda"
+    kernels = fast_kernels.found() if on_cuda and not for_inference else fast_kernels.NONE
     kinds: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
@@ -180,12 +152,22 @@ def transformer_config(
         batch_p2p_comm=parallel.virtual_pipeline == 1,
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
         bias_activation_fusion=on_cuda,
-        bias_dropout_fusion=False,
+        bias_dropout_fusion=on_cuda,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=precision == "bf16" and kernels.accumulate_in_layers,
+        apply_rope_fusion=kernels.transformer_engine,
         persist_layer_norm=False,
         **kinds[parallel.recompute],
     )
+
+
+def for_own_linears(config: TransformerConfig) -> TransformerConfig:
+    """The configuration of Megatron's own linear layers: what Transformer Engine's fuse, these need Apex for."""
+    if not config.gradient_accumulation_fusion or fast_kernels.found().apex_weight_gradient:
+        return config
+    own = copy.copy(config)
+    own.gradient_accumulation_fusion = False
+    return own
 
 
 def _megatron_layout(stages: Sequence[int]) -> list[list[str]]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from calm_scale.accounting import hardware, saves
+from calm_scale.accounting.step_time import slower_without_transformer_engine
 from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config import ConfigError, RunConfig
@@ -125,13 +126,26 @@ def _training(
     telemetry = Telemetry(
         folder.path, config.logging, world, stage, attempt.run_id, attempt.number, identity.config
     )
-    for note in notes(config, stage):
+    for note in (*notes(config, stage), *_missing_kernels(config, stage, model.engine, world)):
         telemetry.warn(note)
     store = CheckpointStore(
         folder.checkpoints, world, settings.checkpoint, run_id=attempt.run_id, say=telemetry.say
     )
     batches = _training_data(settings, model.engine, data, heldout, config.seed, world.device)
     return Training(model.engine, batches, settings, store, telemetry, world, identity, attempt)
+
+
+def _missing_kernels(config: RunConfig, stage: Stage, engine: Engine, world: World) -> list[str]:
+    """Which fast kernels a language model's training on GPUs goes without, and what that costs."""
+    from calm_scale.runtime import fast_kernels
+
+    if world.device.type != "cuda" or stage != Stage.LM:
+        return []
+    chip = hardware.by_name(device_name(world))
+    slower = None
+    if chip is not None:
+        slower = slower_without_transformer_engine(config, engine.data_size, chip, world.local_world_size)
+    return fast_kernels.missing(fast_kernels.found(), slower)
 
 
 def _training_data(

@@ -45,6 +45,8 @@ LAYOUTS_TWO = [
     same_steps("tp2_head", tensor=2, head_parallelism="tensor", check_replicas=True),
     same_steps("tp2_sp_head", tensor=2, head_parallelism="tensor", sequence_parallel=True),
     same_steps("dp2"),
+    same_steps("dp2_overlap", overlap=True),
+    same_steps("dp2_buckets", overlap=True) | {"bucket": 100},
     same_steps("dp2_plain", distributed_optimizer=False, training={"micro_batch": 2}),
     same_steps("dp2_bf16", training={"precision": "bf16"}),
     same_steps("tp2_ar", tensor=2, head=AR),

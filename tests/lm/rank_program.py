@@ -12,6 +12,7 @@ import json
 import pickle
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from calm_scale.config import CalmScaleError, RunConfig
 from calm_scale.training.engine import Batch
@@ -80,6 +82,7 @@ def run_case(case: dict[str, Any], world: Any, out: Path) -> dict[str, Any]:
     run = RunConfig.model_validate(case["run"])
     codec = None if run.lm.predicts_tokens else FixedCodec(run.vocab_size)
     report: dict[str, Any] = {}
+    with_buckets_of(case.get("bucket"))
     try:
         engine = MegatronEngine(run, world, codec, case.get("pad_id"))
         for action in case["actions"]:
@@ -87,6 +90,18 @@ def run_case(case: dict[str, Any], world: Any, out: Path) -> dict[str, Any]:
     except CalmScaleError as error:
         report["error"] = f"{type(error).__name__}: {error}"
     return report
+
+
+def with_buckets_of(num_parameters: int | None) -> None:
+    """Parameters of one bucket of Megatron's overlapped collectives; its own choice is one bucket for a tiny model."""
+    DistributedDataParallelConfig.__init__.__defaults__ = tuple(
+        num_parameters if field.name == "bucket_size" else default
+        for field, default in zip(
+            fields(DistributedDataParallelConfig),
+            DistributedDataParallelConfig.__init__.__defaults__,
+            strict=True,
+        )
+    )
 
 
 def train(engine: Any, run: RunConfig, report: dict[str, Any], out: Path, first: int, last: int) -> None:

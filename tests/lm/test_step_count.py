@@ -16,6 +16,7 @@ from rank_program import FixedCodec, batch_of
 from calm_scale.config import RunConfig
 from calm_scale.training.engine import no_steps, set_step_count
 from calm_scale.training.megatron.engine import MegatronEngine
+from calm_scale.training.megatron.optimizer import use_fused_kernel
 
 WORLD = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -44,6 +45,27 @@ def test_the_update_after_a_load_is_that_of_the_uninterrupted_run(
     assert second.steps == 20
     second.train_step(batch_of(second, run, 21), 1e-2)
     got = weights(second)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    dist.destroy_process_group()
+
+
+def test_torchs_fused_kernel_updates_and_resumes_alike(tmp_path: Path) -> None:
+    """Switched on as for a GPU, where it is the default; the CPU has this kernel too."""
+    run = RunConfig.model_validate(tiny_run())
+    plain, fused, resumed = (MegatronEngine(run, WORLD, FixedCodec(101)) for _ in range(3))
+    for engine in (fused, resumed):
+        use_fused_kernel(engine.optimizer.inner)
+    for step in (1, 2, 3):
+        for engine in (plain, fused):
+            engine.train_step(batch_of(engine, run, step), 1e-3)
+    expected, got = weights(plain), weights(fused)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    fused.save(tmp_path)
+    resumed.load(tmp_path)
+    for engine in (fused, resumed):
+        engine.train_step(batch_of(engine, run, 4), 1e-3)
+    expected, got = weights(fused), weights(resumed)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     dist.destroy_process_group()
 

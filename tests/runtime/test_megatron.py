@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from calm_scale.config.lm import BackboneConfig
+from calm_scale.runtime import fast_kernels
+
 REPO = Path(__file__).resolve().parents[2]
 ASK = """
 import sys
-from calm_scale.runtime.megatron import has_transformer_engine
+from calm_scale.runtime.fast_kernels import has_transformer_engine
 print(has_transformer_engine(), has_transformer_engine())
 import megatron.core.models.gpt.gpt_layer_specs as specs
 print("HAVE_TE", specs.HAVE_TE)
@@ -66,3 +70,63 @@ def test_every_group_has_the_same_time_limit(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(StopHereError):
         megatron.initialize(ParallelConfig(), World(0, 1, 0, 1, torch.device("cpu"), "gloo"))
     assert asked["distributed_timeout_minutes"] == COLLECTIVE_SECONDS / 60
+
+
+FUSED = fast_kernels.FastKernels(transformer_engine=True, triton=True)
+BACKBONE = BackboneConfig(
+    num_layers=2, hidden_size=32, ffn_size=64, num_heads=4, num_query_groups=2, positions=8
+)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "rope", "in_layers", "in_own"),
+    [
+        (fast_kernels.NONE, False, False, False),
+        (FUSED, True, True, False),
+        (replace(FUSED, apex_weight_gradient=True), True, True, True),
+        (fast_kernels.FastKernels(apex_weight_gradient=True), False, True, True),
+    ],
+)
+def test_a_gpu_takes_the_fast_kernels_that_are_there(
+    kernels: fast_kernels.FastKernels,
+    rope: bool,
+    in_layers: bool,
+    in_own: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Built for a GPU, which building the configuration does not need."""
+    import torch
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from calm_scale.config.lm import ParallelConfig
+    from calm_scale.runtime.megatron import for_own_linears, transformer_config
+
+    monkeypatch.setattr(fast_kernels, "found", lambda: kernels)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
+    gpu = torch.device("cuda")
+    config = transformer_config(BACKBONE, ParallelConfig(), "bf16", None, gpu)
+    assert (config.apply_rope_fusion, config.gradient_accumulation_fusion) == (rope, in_layers)
+    assert for_own_linears(config).gradient_accumulation_fusion == in_own
+    assert config.bias_activation_fusion
+    assert config.bias_dropout_fusion
+    for inference in (
+        transformer_config(BACKBONE, ParallelConfig(), "bf16", None, gpu, for_inference=True),
+        transformer_config(BACKBONE, ParallelConfig(), "bf16", None, torch.device("cpu")),
+    ):
+        assert not inference.apply_rope_fusion
+        assert not inference.gradient_accumulation_fusion
+    assert not transformer_config(BACKBONE, ParallelConfig(), "fp32", None, gpu).gradient_accumulation_fusion
+
+
+def test_what_is_missing_is_said_with_its_cost() -> None:
+    assert fast_kernels.missing(FUSED) == []
+    engine, norm, triton = fast_kernels.missing(fast_kernels.NONE, 1.314)
+    assert "a step is estimated to take 1.31 times as long" in engine
+    assert "a kernel and a copy to the host for each weight" in norm
+    assert "Triton is not there" in triton
+    assert len(fast_kernels.missing(replace(FUSED, triton=False))) == 1
+    (apex_only,) = fast_kernels.missing(
+        fast_kernels.FastKernels(apex=True, apex_weight_gradient=True, triton=True)
+    )
+    assert "estimated" not in apex_only
+    assert "written once more" not in apex_only

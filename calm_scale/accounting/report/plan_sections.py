@@ -57,7 +57,7 @@ def plan_document(
         (
             _choice(best, nodes, chip, price / chip.dollars_per_hour),
             _ranking(ranked, price / chip.dollars_per_hour),
-            _assumptions(config, chip, efficiency, price),
+            _assumptions(best, gpus_per_node, chip, efficiency, price),
         ),
     )
 
@@ -169,10 +169,15 @@ def _memory_table(layout: Layout) -> Table:
     )
 
 
-def _assumptions(config: RunConfig, chip: hardware.Device, efficiency: float | None, price: float) -> Section:
+def _assumptions(
+    best: Layout, gpus_per_node: int, chip: hardware.Device, efficiency: float | None, price: float
+) -> Section:
+    config = best.config
+    slower = step_time.slower_without_transformer_engine(config, best.data_parallel, chip, gpus_per_node)
     mtbf_hours = config.require_lm().training.checkpoint.node_mtbf_hours
     text = (
         step_time.assumptions(chip, efficiency),
+        f"Without Transformer Engine a step of the first layout takes {slower:.2f} times as long.",
         *([DETERMINISTIC_COST] if config.deterministic else []),
         f"Peak {chip.peak / 1e12:g} TFLOP/s ({chip.source}). "
         f"{100 * layout_search.USABLE_MEMORY:.0f} % of {chip.memory / 1e9:g} GB usable. "

@@ -69,12 +69,15 @@ class MegatronEngine:
         _check(run, self.layout, codec)
         self.models: list[CalmModel] = build_models(run, self.layout)
         shards_optimizer = stage.parallel.distributed_optimizer and self.data_size > 1
-        self.chunks = wrap_data_parallel(self.models, distributed_optimizer=shards_optimizer)
+        overlap = stage.parallel.overlap
+        overlap = self.layout.device.type == "cuda" if overlap is None else overlap
+        self.chunks = wrap_data_parallel(self.models, distributed_optimizer=shards_optimizer, overlap=overlap)
         self.optimizer = MegatronOptimizer.create(
             self.chunks,
             stage.training.optimizer,
             stage.training.precision,
             distributed_optimizer=shards_optimizer,
+            overlap=overlap,
         )
         _connect(self.models, self.chunks, self.layout)
         self.steps = 0
@@ -109,6 +112,7 @@ class MegatronEngine:
         """Mean loss per position over the batches. Its noise is the same at every evaluation of the run."""
         for model in self.models:
             model.eval()
+        self.optimizer.gather_weights()
         total, count = 0.0, 0
         for batch in batches:
             num_positions = self._num_positions(batch)
@@ -195,6 +199,7 @@ class MegatronEngine:
 
     def save(self, directory: Path) -> None:
         """Write this rank's shards of weights and optimizer state."""
+        self.optimizer.gather_weights()
         self._check_replicas_if_asked()
         write_shards(snapshot(self.models, self.optimizer, self.layout), plain_values(self.steps), directory)
 
@@ -204,6 +209,7 @@ class MegatronEngine:
         The copy's CPU memory is kept for the next save; an earlier write must have ended. The checkpoint is the same
         as ``save``'s.
         """
+        self.optimizer.gather_weights()
         self._check_replicas_if_asked()
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
@@ -225,6 +231,7 @@ class MegatronEngine:
 
     def is_finite(self) -> bool:
         """Whether every parameter on every rank is finite."""
+        self.optimizer.gather_weights()
         ok = all(bool(torch.isfinite(p).all()) for model in self.models for p in model.parameters())
         return all_agree(ok, self.layout.device)
 

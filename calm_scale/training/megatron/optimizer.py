@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +18,37 @@ from calm_scale.lm.targets import sum_position_parallel_gradients
 from calm_scale.runtime.megatron import DTYPES, Layout, Precision
 
 
-def wrap_data_parallel(models: Sequence[CalmModel], *, distributed_optimizer: bool) -> list[Any]:
-    """Megatron's DDP around each stage: contiguous fp32 gradient buffers, summed over the data-parallel group."""
+def wrap_data_parallel(
+    models: Sequence[CalmModel], *, distributed_optimizer: bool, overlap: bool
+) -> list[Any]:
+    """Megatron's DDP around each stage: contiguous fp32 gradient buffers, summed over the data-parallel group.
+
+    With ``overlap`` a bucket of gradients is reduced while those of earlier layers are computed, and a bucket of
+    weights that the distributed optimizer sharded is gathered while earlier layers run forward.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    on_cuda = next(models[0].parameters()).is_cuda
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=on_cuda,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and distributed_optimizer,
     )
-    return [
-        DistributedDataParallel(model.config, settings, model, disable_bucketing=not on_cuda or index > 0)
+    chunks = [
+        DistributedDataParallel(model.config, settings, model, disable_bucketing=not overlap or index > 0)
         for index, model in enumerate(models)
     ]
+    if settings.overlap_param_gather:
+        for model, chunk in zip(models, chunks, strict=True):
+            model.decoder.register_forward_hook(partial(_finish_gathering, chunk))
+    return chunks
+
+
+def _finish_gathering(chunk: Any, *_: Any) -> None:
+    """Waits for all weights of a stage: Megatron does so where a module is called, and a head may use the weights of a
+    module that it does not call."""
+    for group in chunk.bucket_groups:
+        group.finish_param_sync()
 
 
 @dataclass
@@ -39,11 +57,14 @@ class MegatronOptimizer:
 
     Attributes:
         inner: Megatron's optimizer (fp32, mixed-precision or distributed).
+        gathers_late: an update leaves the gathering of the weights to the next forward pass.
     """
 
     inner: Any
     config: OptimizerConfig
     chunks: Sequence[Any]
+    gathers_late: bool = False
+    _stale: bool = False
 
     @classmethod
     def create(
@@ -53,6 +74,7 @@ class MegatronOptimizer:
         precision: Precision,
         *,
         distributed_optimizer: bool,
+        overlap: bool,
     ) -> MegatronOptimizer:
         """Group the parameters (no decay on 1-D ones) and build Megatron's optimizer over the DDP buffers."""
         from megatron.core.optimizer import OptimizerConfig as MegatronConfig
@@ -69,9 +91,12 @@ class MegatronOptimizer:
             params_dtype=DTYPES[precision],
             use_distributed_optimizer=distributed_optimizer,
             clip_grad=config.clip_norm,
+            overlap_param_gather=overlap and distributed_optimizer,
         )
         inner = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
-        return cls(inner, config, chunks)
+        if next(chunks[0].parameters()).is_cuda:
+            use_fused_kernel(inner)
+        return cls(inner, config, chunks, gathers_late=overlap and distributed_optimizer)
 
     def zero_grad(self) -> None:
         """Empty the gradient buffers."""
@@ -87,7 +112,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
-        """Clip by the global norm and take one AdamW step; parameters are gathered where they are sharded."""
+        """Clip by the global norm and take one AdamW step; sharded weights are gathered, now or in the next forward."""
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
         if self.config.clip_norm > 0:
@@ -99,6 +124,25 @@ class MegatronOptimizer:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
         self.inner.step_with_ready_grads()
+        self._stale = self.gathers_late
+
+    def gather_weights(self) -> None:
+        """Brings every rank's weights up to date before they are read other than by a forward pass. Collective."""
+        if self._stale:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        self._stale = False
+
+
+def use_fused_kernel(inner: Any) -> None:
+    """One kernel for a whole update, where Megatron took torch's AdamW; equal to its others to rounding.
+
+    Call it before the first update. Transformer Engine's and Apex's optimizers are fused by themselves.
+    """
+    for optimizer in (chained.optimizer for chained in inner.chained_optimizers):
+        if isinstance(optimizer, torch.optim.AdamW):
+            for settings in (optimizer.defaults, *optimizer.param_groups):
+                settings["fused"] = True
 
 
 def finalize_gradients(layout: Layout) -> Any:
