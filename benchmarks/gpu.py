@@ -106,10 +106,9 @@ def measure_device(device: torch.device, *, tiny: bool) -> dict[str, float]:
 
 def _sustained(call: Callable[[], object], device: torch.device, *, tiny: bool) -> float:
     """Mean seconds of a call over a few seconds without a pause."""
-    until, calls = time.perf_counter() + (0.01 if tiny else 3.0), 0
     call()
-    start = time.perf_counter()
-    while time.perf_counter() < until:
+    start, calls = time.perf_counter(), 0
+    while not calls or time.perf_counter() < start + (0.01 if tiny else 3.0):
         for _ in range(20):
             call()
         calls += 20

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from calm_scale.lm.energy_score_triton import _energy_kernel, launch_options
+from calm_scale.runtime.noise_triton import NO_FUSION, _rows_kernel
 
 ARCHITECTURES = (80, 90, 100)
 PATCH_SIZES = (1, 2, 4, 8)
@@ -90,13 +91,29 @@ def build(case: Case) -> Build:
     source = ASTSource(fn=_energy_kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
     instructions, per_draw = _read_code(_disassemble("nvdisasm", compiled.asm["cubin"], "-c"))
-    usage = re.search(
-        r"REG:(\d+) STACK:(\d+)", _disassemble("cuobjdump", compiled.asm["cubin"], "-res-usage")
-    )
-    if usage is None:
-        raise RuntimeError(f"cuobjdump states no resource usage for {case}")
     local = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in instructions)
-    return Build(int(usage[1]), int(usage[2]), local, per_draw, options["num_warps"], compiled.metadata)
+    return Build(*_usage(compiled), local, per_draw, options["num_warps"], compiled.metadata)
+
+
+def build_noise(arch: int, *, normal: bool) -> tuple[int, int]:
+    """Compile the kernel of keyed noise: registers a thread, bytes of stack."""
+    names = _rows_kernel.arg_names
+    types = {"samples_ptr": "*i64", "out_ptr": "*fp32", "low": "fp32", "width": "fp32"}
+    constants = {"NORMAL": normal, "BLOCK": 128}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in ("samples_ptr", "out_ptr")}
+    source = ASTSource(fn=_rows_kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(NO_FUSION))
+    return _usage(compiled)
+
+
+def _usage(compiled: Any) -> tuple[int, int]:
+    """Registers a thread and bytes of stack."""
+    text = _disassemble("cuobjdump", compiled.asm["cubin"], "-res-usage")
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if usage is None:
+        raise RuntimeError(f"cuobjdump states no resource usage: {text}")
+    return int(usage[1]), int(usage[2])
 
 
 def read_before() -> dict[Case, tuple[int, int, float]]:

@@ -17,68 +17,13 @@ import triton
 import triton.language as tl
 
 from calm_scale.runtime.noise import PositionNoise
+from calm_scale.runtime.noise_triton import NO_FUSION, log2, normal_quad
 
 _MIN_SQUARED = tl.constexpr(1e-30)
-_MINUS_2_LN_2 = tl.constexpr(-1.3862943611198906)
-_NO_FUSION = {"enable_fp_fusion": False}
 _MAX_ELEMENTS = 8192
 """Padded N · l of a program. Above it the tile needs more than 8 warps, whose registers it then does not fit in."""
 _MAX_SIZE = 2048
 _MAX_COUNTER = 2**31
-
-
-@triton.jit
-def _sin_cos(w):  # type: ignore[no-untyped-def]
-    """sin(πw/2) and cos(πw/2) for |w| ≤ 1, each within 2e-7: minimax polynomials in w², no range reduction."""
-    t = w * w
-    s = tl.fma(t, 0.000151678531895, -0.00467415749626)
-    s = tl.fma(t, s, 0.0796899268668)
-    s = tl.fma(t, s, -0.645963761292)
-    s = tl.fma(t, s, 1.57079632009)
-    c = tl.fma(t, 0.000858190619027, -0.0208106275187)
-    c = tl.fma(t, c, 0.253650744635)
-    c = tl.fma(t, c, -1.23369821467)
-    c = tl.fma(t, c, 0.999999953467)
-    return w * s, c
-
-
-@triton.jit
-def _log2(x):  # type: ignore[no-untyped-def]
-    """log₂ of a normal positive x within 4e-7 of its value; the result for 0, infinity and NaN has no meaning."""
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) & -0x800000  # x = 2^exponent · (1 + f) with 1 + f in [√½, √2)
-    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
-    p = tl.fma(f, -0.145811778019, 0.234042398455)
-    p = tl.fma(f, p, -0.248876848981)
-    p = tl.fma(f, p, 0.287098695705)
-    p = tl.fma(f, p, -0.360239640571)
-    p = tl.fma(f, p, 0.480923242445)
-    p = tl.fma(f, p, -0.721352788051)
-    p = tl.fma(f, p, 1.44269496199)
-    return tl.fma(f, p, exponent.to(tl.float32) * 1.1920928955078125e-07)
-
-
-@triton.jit
-def _normal_pair(a, b):  # type: ignore[no-untyped-def]
-    """Box-Muller: two independent N(0, 1) from two independent uniform uint32.
-
-    The radius is √(−2 ln u) with u = (a + ½)/2³² in (0, 1]. The angle is πw with w = b/2³¹ in [−1, 1]; its sine
-    and cosine come from those of half the angle.
-    """
-    u = tl.fma(a.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
-    radius = tl.sqrt(tl.maximum(_log2(u) * _MINUS_2_LN_2, 0.0))
-    s, c = _sin_cos(b.to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10)
-    doubled = 2.0 * radius * s
-    return tl.fma(-doubled, s, radius), doubled * c
-
-
-@triton.jit
-def _normal_quad(key, counter):  # type: ignore[no-untyped-def]
-    """Four blocks of N(0, 1), a function of the position's key and the counter alone."""
-    a, b, c, d = tl.randint4x(key, counter)
-    e0, e1 = _normal_pair(a, b)
-    e2, e3 = _normal_pair(c, d)
-    return e0, e1, e2, e3
 
 
 @triton.jit
@@ -88,7 +33,7 @@ def _power(squared, exponent, IS_ONE: tl.constexpr):  # type: ignore[no-untyped-
     if IS_ONE:
         weight = tl.rsqrt(floored)
     else:
-        weight = tl.exp2(_log2(floored) * exponent)
+        weight = tl.exp2(log2(floored) * exponent)
     return squared * weight, weight
 
 
@@ -141,12 +86,12 @@ def _energy_kernel(  # type: ignore[no-untyped-def]
     # Padded columns differ by 0 and padded rows are dropped at the end: nothing is masked in the loop.
     full = num_posterior // 4
     for quad in range(0, full):
-        e0, e1, e2, e3 = _normal_quad(key, quad * size + j)
+        e0, e1, e2, e3 = normal_quad(key, quad * size + j)
         for q in tl.range(0, 4, loop_unroll_factor=UNROLL):
             e = tl.where(q < 2, tl.where(q == 0, e0, e1), tl.where(q == 2, e2, e3))
             fit, grad = _pull(y, std, e, fit, grad, exponent, IS_ONE, WANTS_GRAD)
     for left in range(0, num_posterior - full * 4):
-        e0, e1, e2, _ = _normal_quad(key, full * size + j)
+        e0, e1, e2, _ = normal_quad(key, full * size + j)
         e = tl.where(left == 0, e0, tl.where(left == 1, e1, e2))
         fit, grad = _pull(y, std, e, fit, grad, exponent, IS_ONE, WANTS_GRAD)
     fit_factor = 2.0 / (num_samples * num_posterior)
@@ -173,7 +118,7 @@ def _noise_kernel(keys_ptr, out_ptr, size, num_posterior, BLOCK_L: tl.constexpr)
     j = tl.arange(0, BLOCK_L)
     key = tl.load(keys_ptr + row)
     for quad in range(0, (num_posterior + 3) // 4):
-        e0, e1, e2, e3 = _normal_quad(key, quad * size + j)
+        e0, e1, e2, e3 = normal_quad(key, quad * size + j)
         at = out_ptr + (row * num_posterior + quad * 4) * size + j
         draw = quad * 4 + tl.zeros_like(j)
         tl.store(at, e0, mask=j < size)
@@ -205,7 +150,7 @@ def posterior_noise(noise: PositionNoise, num_posterior: int, size: int) -> torc
     keys = noise.row_keys("posterior")
     out = torch.empty(*keys.shape, num_posterior, size, device=keys.device)
     block = triton.next_power_of_2(size)
-    _noise_kernel[(keys.numel(),)](keys, out, size, num_posterior, BLOCK_L=block, **_NO_FUSION)
+    _noise_kernel[(keys.numel(),)](keys, out, size, num_posterior, BLOCK_L=block, **NO_FUSION)
     return out
 
 
@@ -263,7 +208,7 @@ def launch_options(num_samples: int, size: int) -> dict[str, int]:
         "num_warps": max(1, block_n * block_l // 1024, block_l // 256),
     }
     full = block_n * block_l >= 1024
-    return {**tile, **({"UNROLL": 1, "maxnreg": 208} if full else {"UNROLL": 4}), **_NO_FUSION}
+    return {**tile, **({"UNROLL": 1, "maxnreg": 208} if full else {"UNROLL": 4}), **NO_FUSION}
 
 
 def why_unsupported(samples: torch.Tensor, num_posterior: int) -> str | None:

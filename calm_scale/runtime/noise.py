@@ -4,26 +4,30 @@ Every number is a function of (run seed, namespace, step, name, sample id, posit
 positions of some samples draws exactly the numbers that any other layout would have drawn for them; recompute
 replays them, evaluation (its own namespace) does not disturb them, and torch's global generator is never touched.
 
-Positions are drawn in aligned blocks of ``BLOCK``: one generator seeding (about a microsecond) buys the noise of
-a whole block, and a rank draws only the blocks it owns a part of. The numbers are a property of the device type:
-CPU and CUDA generators differ.
+On a CPU positions are drawn in aligned blocks of ``BLOCK``: one generator seeding (about a microsecond) buys the noise
+of a whole block, and a rank draws only the blocks it owns a part of. On a GPU with Triton one kernel draws all rows,
+each from a key of its own (``noise_triton``); without it, blocks as on a CPU. The numbers are a property of the type of
+device.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 
+from calm_scale.runtime import fast_kernels
 from calm_scale.runtime.host_copies import sent
 
 BLOCK = 16
 Namespace = Literal["train", "eval"]
-_Fill = Callable[[torch.Tensor, torch.Generator], object]
+_Bounds: TypeAlias = tuple[float, float] | None
+"""Of uniform numbers; None: they are normal."""
 
 
 def stream_seed(*key: int | str) -> int:
@@ -80,21 +84,35 @@ class PositionNoise:
         self.positions = positions
         self._key = (namespace, seed, step)
         self._generator = torch.Generator(self.device)
-        self._spans = list(_spans(ids, positions))
+        self._in_one_launch = self.device.type == "cuda" and fast_kernels.found().triton
 
     @property
     def shape(self) -> tuple[int, int]:
         """(B, p)."""
         return len(self.sample_ids), len(self.positions)
 
+    @property
+    def _rows(self) -> slice[int, int, None]:
+        return slice(0, len(self.sample_ids) * len(self.positions))
+
+    def _spans(self, rows: slice[int, int, None]) -> Iterator[_Span]:
+        """The parts of blocks that these rows of the flattened grid are, in order."""
+        row = rows.start
+        while row < rows.stop:
+            sample, place = divmod(row, len(self.positions))
+            start = self.positions.start + place
+            block = start // BLOCK
+            stop = min(self.positions.stop, (block + 1) * BLOCK, start + rows.stop - row)
+            yield _Span(self.sample_ids[sample], block, start - block * BLOCK, slice(row, row + stop - start))
+            row += stop - start
+
     def uniform(self, name: str, *shape: int, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
         """U[low, high) of shape [B, p, *shape], fp32."""
-        rows = self._draw(self._spans, name, shape, lambda out, g: out.uniform_(low, high, generator=g))
-        return rows.view(*self.shape, *shape)
+        return self._draw(self._rows, name, shape, (low, high)).view(*self.shape, *shape)
 
     def normal(self, name: str, *shape: int) -> torch.Tensor:
         """N(0, 1) of shape [B, p, *shape], fp32."""
-        return self._draw(self._spans, name, shape, _fill_normal).view(*self.shape, *shape)
+        return self._draw(self._rows, name, shape).view(*self.shape, *shape)
 
     def chunks(self, max_rows: int) -> Iterator[NoiseChunk]:
         """Walk the flattened [B·p] rows in order, about ``max_rows`` at a time (at least one block).
@@ -102,65 +120,70 @@ class PositionNoise:
         The numbers do not depend on ``max_rows``: it only bounds how many are alive at once.
         """
         pending: list[_Span] = []
-        for span in self._spans:
+        for span in self._spans(self._rows):
             if pending and span.rows.stop - pending[0].rows.start > max_rows:
-                yield NoiseChunk(self, pending)
+                yield NoiseChunk(self, _rows_of(pending))
                 pending = []
             pending.append(span)
         if pending:
-            yield NoiseChunk(self, pending)
+            yield NoiseChunk(self, _rows_of(pending))
 
     def row_keys(self, name: str) -> torch.Tensor:
         """A 63-bit key for every position, int64 [B, p]: seeds for counter-based generators inside kernels."""
-        base = stream_seed(*self._key, name)
-        samples = [stream_seed(base, sample) for sample in self.sample_ids]
-        first = sent(torch.tensor(samples, dtype=torch.int64), self.device)[:, None]
         position = torch.arange(self.positions.start, self.positions.stop, device=self.device)[None, :]
-        return _mix(first ^ _mix(position))
+        return _mix(self._sample_keys(name)[:, None] ^ _mix(position))
 
-    def _draw(self, spans: Sequence[_Span], name: str, shape: tuple[int, ...], fill: _Fill) -> torch.Tensor:
-        start = spans[0].rows.start if spans else 0
-        num_rows = spans[-1].rows.stop - start if spans else 0
-        out = torch.empty(num_rows, *shape, dtype=torch.float32, device=self.device)
-        for span in spans:
-            self._generator.manual_seed(stream_seed(*self._key, name, span.sample, span.block))
-            target = out[span.rows.start - start : span.rows.stop - start]
-            if span.length == BLOCK:
-                fill(target, self._generator)
-            else:
-                whole = torch.empty(BLOCK, *shape, dtype=torch.float32, device=self.device)
-                fill(whole, self._generator)
-                target.copy_(whole[span.offset : span.offset + span.length])
+    def _sample_keys(self, name: str) -> torch.Tensor:
+        """The key of every sample's stream, int64 [B] on the device."""
+        base = stream_seed(*self._key, name)
+        keys = torch.tensor([stream_seed(base, sample) for sample in self.sample_ids], dtype=torch.int64)
+        return sent(keys, self.device)
+
+    def _draw(
+        self, rows: slice[int, int, None], name: str, shape: tuple[int, ...], bounds: _Bounds = None
+    ) -> torch.Tensor:
+        """[rows, *shape] of the flattened grid."""
+        if self._in_one_launch:
+            from calm_scale.runtime.noise_triton import draw_rows
+
+            drawn = draw_rows(self._sample_keys(name), self.positions, rows, math.prod(shape), bounds=bounds)
+            return drawn.view(-1, *shape)
+        out = torch.empty(rows.stop - rows.start, *shape, dtype=torch.float32, device=self.device)
+        for span in self._spans(rows):
+            self._draw_block(span, name, out[span.rows.start - rows.start :][: span.length], bounds)
         return out
+
+    def _draw_block(self, span: _Span, name: str, target: torch.Tensor, bounds: _Bounds) -> None:
+        self._generator.manual_seed(stream_seed(*self._key, name, span.sample, span.block))
+        if span.length == BLOCK:
+            _fill(target, self._generator, bounds)
+            return
+        whole = torch.empty(BLOCK, *target.shape[1:], dtype=torch.float32, device=self.device)
+        _fill(whole, self._generator, bounds)
+        target.copy_(whole[span.offset : span.offset + span.length])
 
 
 class NoiseChunk:
     """Some consecutive rows of the flattened [B·p] grid: ``rows`` is their slice."""
 
-    def __init__(self, noise: PositionNoise, spans: Sequence[_Span]) -> None:
+    def __init__(self, noise: PositionNoise, rows: slice[int, int, None]) -> None:
         self._noise = noise
-        self._spans = spans
-        self.rows = slice(spans[0].rows.start, spans[-1].rows.stop)
+        self.rows = rows
 
     def normal(self, name: str, *shape: int) -> torch.Tensor:
         """N(0, 1) of shape [rows, *shape], fp32: the same numbers as ``PositionNoise.normal(name, *shape)``."""
-        return self._noise._draw(self._spans, name, shape, _fill_normal)
+        return self._noise._draw(self.rows, name, shape)
 
 
-def _fill_normal(out: torch.Tensor, generator: torch.Generator) -> object:
-    return out.normal_(generator=generator)
+def _rows_of(spans: Sequence[_Span]) -> slice[int, int, None]:
+    return slice(spans[0].rows.start, spans[-1].rows.stop)
 
 
-def _spans(sample_ids: Sequence[int], positions: range) -> Iterator[_Span]:
-    row = 0
-    for sample in sample_ids:
-        start = positions.start
-        while start < positions.stop:
-            block = start // BLOCK
-            stop = min(positions.stop, (block + 1) * BLOCK)
-            yield _Span(sample, block, start - block * BLOCK, slice(row, row + stop - start))
-            row += stop - start
-            start = stop
+def _fill(out: torch.Tensor, generator: torch.Generator, bounds: _Bounds) -> None:
+    if bounds is None:
+        out.normal_(generator=generator)
+    else:
+        out.uniform_(*bounds, generator=generator)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

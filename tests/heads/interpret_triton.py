@@ -7,14 +7,15 @@ import triton
 import triton.language as tl
 
 from calm_scale.lm.energy_score import energy_score
-from calm_scale.lm.energy_score_triton import _log2, _normal_pair, _sin_cos, posterior_noise
-from calm_scale.runtime.noise import PositionNoise
+from calm_scale.lm.energy_score_triton import posterior_noise
+from calm_scale.runtime.noise import PositionNoise, _mix
+from calm_scale.runtime.noise_triton import _mixed, log2, normal_pair, sin_cos
 
 
 @triton.jit
 def _sin_cos_kernel(w_ptr, s_ptr, c_ptr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    s, c = _sin_cos(tl.load(w_ptr + at))
+    s, c = sin_cos(tl.load(w_ptr + at))
     tl.store(s_ptr + at, s)
     tl.store(c_ptr + at, c)
 
@@ -22,7 +23,7 @@ def _sin_cos_kernel(w_ptr, s_ptr, c_ptr, BLOCK: tl.constexpr):
 @triton.jit
 def _log2_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + at, _log2(tl.load(x_ptr + at)))
+    tl.store(out_ptr + at, log2(tl.load(x_ptr + at)))
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def _pair_kernel(a_ptr, b_ptr, first_ptr, second_ptr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     a = tl.load(a_ptr + at).to(tl.uint32, bitcast=True)
     b = tl.load(b_ptr + at).to(tl.uint32, bitcast=True)
-    first, second = _normal_pair(a, b)
+    first, second = normal_pair(a, b)
     tl.store(first_ptr + at, first)
     tl.store(second_ptr + at, second)
 
@@ -143,6 +144,65 @@ def _the_logarithm_keeps_its_bound():
         torch.testing.assert_close(ours.double(), x.double().log2(), rtol=4e-7, atol=0)
 
 
+@triton.jit
+def _mixed_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, _mixed(tl.load(x_ptr + at)))
+
+
+def _keys_are_mixed_as_by_torch():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(-(2**63), 2**63 - 1, (1024,), generator=g)
+    x[:4] = torch.tensor([0, 1, -1, -(2**63)])
+    mixed = torch.empty_like(x)
+    _mixed_kernel[(1,)](x, mixed, BLOCK=1024)
+    assert torch.equal(mixed, _mix(x))
+
+
+class _OfAGpu(PositionNoise):
+    """Draws as on a GPU."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._in_one_launch = True
+
+
+def _rows_of_noise_are_keyed_by_sample_and_position():
+    noise = _OfAGpu(1, 4, [7, 3], range(0, 18))
+    for kind, size in (("normal", 1), ("uniform", 6), ("normal", 6)):
+        whole = getattr(noise, kind)("head", size)
+        part = _OfAGpu(1, 4, [3], range(5, 13))  # another sample first, other positions and blocks
+        assert torch.equal(getattr(part, kind)("head", size), whole[1:, 5:13]), (kind, size)
+    chunks = [(chunk.rows, chunk.normal("head", 6)) for chunk in noise.chunks(10)]
+    assert len(chunks) > 2
+    assert all(torch.equal(mine, whole.view(-1, 6)[rows]) for rows, mine in chunks)
+
+
+def _every_part_of_a_key_makes_another_stream():
+    def drawn(seed=1, step=4, namespace="train", name="head", ids=(7,)):
+        return _OfAGpu(seed, step, ids, range(0, 2), namespace=namespace).normal(name, 3, 700)
+
+    mine = drawn()
+    assert mine.shape == (1, 2, 3, 700)
+    for other in (drawn(seed=2), drawn(step=5), drawn(namespace="eval"), drawn(name="tail"), drawn(ids=(8,))):
+        assert torch.corrcoef(torch.stack([mine.flatten(), other.flatten()]))[0, 1].abs() < 0.07
+
+
+def _rows_of_noise_have_their_law():
+    noise = _OfAGpu(5, 6, [1, 2], range(0, 2))
+    normal = noise.normal("n", 64, 128).double()
+    uniform = noise.uniform("u", 8192, low=-0.5, high=0.5).double()
+    assert uniform.min() >= -0.5 and uniform.max() < 0.5
+    count = uniform.numel()
+    for values, law in ((normal.flatten(), torch.special.ndtr), (uniform.flatten(), lambda u: u + 0.5)):
+        expected, ranks = law(values.sort().values), torch.arange(count + 1, dtype=torch.float64) / count
+        distance = torch.maximum((expected - ranks[:-1]).max(), (ranks[1:] - expected).max())
+        assert distance < 1.95 / count**0.5  # exceeded by chance once in a thousand keys
+    quads = uniform.view(4, 4, -1).transpose(0, 1).reshape(4, -1)  # the four numbers of a counter
+    for table in (quads, uniform.view(4, -1), normal.view(4, -1), normal.view(4, -1).square()):
+        assert (torch.corrcoef(table) - torch.eye(4)).abs().max() < 4 / table.shape[1] ** 0.5
+
+
 def _coincident_with_everything_is_finite(alpha):
     noise = PositionNoise(1, 2, [5], range(0, 2))
     samples = torch.zeros(1, 2, 3, 4, requires_grad=True)
@@ -175,6 +235,10 @@ if __name__ == "__main__":
     for left_over in (1, 2, 3, 4):
         _compare(5, left_over, 9, 1.5)
     _compare(4, 6, 8, 1.0, torch.bfloat16)
+    _keys_are_mixed_as_by_torch()
+    _rows_of_noise_are_keyed_by_sample_and_position()
+    _every_part_of_a_key_makes_another_stream()
+    _rows_of_noise_have_their_law()
     _noise_is_normal_and_keyed()
     _noise_has_the_law_of_a_normal()
     _the_smallest_and_largest_uniforms_give_finite_normals()

@@ -76,6 +76,30 @@ def test_other_shapes_and_exponents_compile_without_spills(
     assert not kernels.build(case).spills
 
 
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_kernel_of_noise_compiles_to_few_registers(kernels, arch):
+    for normal in (True, False):
+        registers, stack = kernels.build_noise(arch, normal=normal)
+        assert registers <= 40 and stack == 0
+
+
+def test_a_gpu_draws_all_rows_with_one_launch(monkeypatch):
+    from calm_scale.runtime import noise_triton
+
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *tensors, **options: grids.append((grid, options["NORMAL"]))
+
+    monkeypatch.setattr(noise_triton, "_rows_kernel", Recorder())
+    noise = PositionNoise(0, 0, [3, 4], range(2048))
+    noise._in_one_launch = True
+    assert noise.uniform("head", 8, 64, low=-0.5, high=0.5).shape == (2, 2048, 8, 64)
+    assert noise.normal("posterior", 128).shape == (2, 2048, 128)
+    assert grids == [((4096, 1), False), ((4096, 1), True)]
+
+
 def test_the_compiler_fuses_no_products_and_sums_whatever_its_default(kernels, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     metadata = kernels.build(kernels.Case(90, 8, 32)).metadata
