@@ -205,20 +205,68 @@ def _pickled(error: CalmScaleError) -> bytes:
 def see_alike(ranks: Ranks, folder: Path, look: Callable[[], set[str]]) -> None:
     """Return once ``look`` (what this rank sees of ``folder``) is the same on every rank. Every rank calls it.
 
-    What no rank sees is not waited for.
+    What no rank sees is not waited for. All that is seen goes to every rank: for a few files.
 
     Raises:
         LateFileError: on every rank, when the time is up; names a file, a rank that sees it and one that does not.
     """
+
+    def find_late(views: list[set[str]]) -> _Late | None:
+        everything = set[str]().union(*views)
+        late = sorted((name, rank) for rank, seen in enumerate(views) for name in everything - seen)
+        if not late:
+            return None
+        name, blind = late[0]
+        return name, next(rank for rank, seen in enumerate(views) if name in seen), blind
+
+    _wait_for_late(ranks, folder, look, find_late)
+
+
+def see_shares(
+    ranks: Ranks, folder: Path, names: Sequence[str], look: Callable[[Sequence[str]], set[str]]
+) -> None:
+    """Return once each rank sees of its share of ``names`` what the first rank sees of it. Every rank calls it.
+
+    The first rank looks at all of them, every other one at each ``world_size``-th: its work does not grow with the
+    number of ranks.
+
+    Args:
+        names: in ``folder``, the same on every rank.
+        look: those of the given names that this rank sees.
+
+    Raises:
+        LateFileError: as ``see_alike``.
+    """
+    size = ranks.world_size
+    mine = names if ranks.is_first else names[ranks.rank :: size]
+
+    def find_late(views: list[set[str]]) -> _Late | None:
+        for place, name in enumerate(names):
+            sharer = place % size
+            if (name in views[0]) != (name in views[sharer]):
+                return (name, 0, sharer) if name in views[0] else (name, sharer, 0)
+        return None
+
+    _wait_for_late(ranks, folder, lambda: look(mine), find_late)
+
+
+_Late = tuple[str, int, int]
+"""A file, a rank that sees it, and one that does not yet."""
+
+
+def _wait_for_late(
+    ranks: Ranks,
+    folder: Path,
+    look: Callable[[], set[str]],
+    find_late: Callable[[list[set[str]]], _Late | None],
+) -> None:
     limit, started, told = file_wait_seconds(), time.monotonic(), False
     while True:
         views = ranks.everywhere(lambda: (socket.gethostname(), look()))
-        everything = set[str]().union(*(seen for _, seen in views))
-        late = sorted((name, rank) for rank, (_, seen) in enumerate(views) for name in everything - seen)
-        if not late:
+        late = find_late([seen for _, seen in views])
+        if late is None:
             return
-        name, blind = late[0]
-        sees = next(rank for rank, (_, seen) in enumerate(views) if name in seen)
+        name, sees, blind = late
         what = f"{folder / name}: rank {sees} on {views[sees][0]} sees it, rank {blind} on {views[blind][0]} does not"
         waited = ranks.broadcast_object(time.monotonic() - started)
         if waited >= limit:

@@ -98,6 +98,15 @@ def judge(folder: Path, step: int, *, run_id: str | None = None, share: Share | 
     return Entry(folder, step, state, reason, size, age, None if share is None else True, card)
 
 
+def changed_share(folder: Path, share: Share) -> list[str]:
+    """One line for each file of the share whose bytes are not those that were written.
+
+    Raises:
+        CheckpointError: the folder's list of files cannot be read.
+    """
+    return changed_contents(folder, FileList.read(folder).share(*share))
+
+
 def _standing(card: Card, run_id: str | None) -> tuple[State, str]:
     """What a whole checkpoint is to the run that asks."""
     if run_id is not None and card.run_id != run_id:

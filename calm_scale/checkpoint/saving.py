@@ -3,11 +3,15 @@
 A save is a small state machine, so that the same code runs through at once (sync) or a piece per training step
 (async). The pieces that take long (writing, fsync, checksums) run in the background then; what needs all ranks
 together happens in ``advance``, which every rank calls once every rank is ``ready``.
+
+Each rank flushes and sums up the files that it wrote itself: another node may not see them yet, and only the writer's
+fsync covers them. The first rank alone looks at all files, so a rank's work does not grow with the number of ranks.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from functools import partial
@@ -24,24 +28,24 @@ from calm_scale.checkpoint.file_list import (
     FileList,
     checksum,
     folder_name,
-    share_by_size,
     sync_folder,
 )
-from calm_scale.checkpoint.judge import judge, summary
-from calm_scale.config.errors import CalmScaleError
-from launchers.ranks import files_under, see_alike
+from calm_scale.checkpoint.judge import Entry, judge, summary
+from calm_scale.config.files import FILE_POLL_SECONDS, FILE_WAIT_VARIABLE, file_wait_seconds
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World
 
-Start = Callable[[Path], Future[None] | None]
+Names = list[str]
+"""Files that a rank wrote, relative to the shards folder."""
+Start = Callable[[Path], Names | Future[Names]]
 
 
 class Save:
     """The save of one step on one rank.
 
     Args:
-        start: writes the shards into a folder; may return a write under way.
+        start: writes the shards into a folder and returns this rank's names; may return a write under way.
         pool: where the files are listed and flushed in the background; None: in place.
     """
 
@@ -74,14 +78,16 @@ class Save:
         """
         results = self._together()
         if self.phase == "writing":
-            self._start_listing()
+            self.phase = "listing"
+            seal = partial(self._seal, results[self.world.rank])
+            self._work = self._pool.submit(seal) if self._pool is not None else _completed(seal)
         elif self.phase == "listing":
             self._commit([entry for share in results for entry in share])
 
     def _begin(self, start: Start) -> Future[Any]:
-        started = _completed(partial(start, self.tmp / SHARDS))
+        started: Future[Any] = _completed(partial(start, self.tmp / SHARDS))
         write = None if started.exception() else started.result()
-        return started if write is None else write
+        return write if isinstance(write, Future) else started
 
     def _together(self) -> list[Any]:
         """Every rank's result, or one SaveError on every rank."""
@@ -109,31 +115,18 @@ class Save:
         error.shared_from = 0
         raise error
 
-    def _start_listing(self) -> None:
-        try:
-            see_alike(self.world, self.tmp, lambda: files_under(self.tmp))
-            names = self.world.on_first(self._list)
-        except (CalmScaleError, OSError) as error:
-            self._fail([str(error)], is_disk_full(error))
-        files = [FileEntry(name, size, "") for name, size in names]
-        mine = share_by_size(files, self.world.rank, self.world.world_size)
-        self.phase = "listing"
-        seal = partial(self._seal, mine)
-        self._work = self._pool.submit(seal) if self._pool is not None else _completed(seal)
-
-    def _list(self) -> list[tuple[str, int]]:
-        shards = sorted(path for path in (self.tmp / SHARDS).rglob("*") if path.is_file())
-        return [(path.relative_to(self.tmp).as_posix(), path.stat().st_size) for path in shards]
-
-    def _seal(self, entries: tuple[FileEntry, ...]) -> list[FileEntry]:
-        return [
-            FileEntry(entry.path, entry.size, checksum(self.tmp / entry.path, sync=True)) for entry in entries
-        ]
+    def _seal(self, names: Names) -> list[FileEntry]:
+        """This rank's files, flushed, with sizes and checksums."""
+        found = []
+        for name in names:
+            path = self.tmp / SHARDS / name
+            xxh3_64 = checksum(path, sync=True)
+            found.append(FileEntry(f"{SHARDS}/{name}", path.stat().st_size, xxh3_64))
+        return found
 
     def _commit(self, entries: list[FileEntry]) -> None:
         self._work = _completed(lambda: self._rename(entries) if self.world.is_first else None)
         self.size = self._together()[0]
-        see_alike(self.world, self.path, lambda: files_under(self.path))
         self.phase = "committed"
 
     def _rename(self, entries: list[FileEntry]) -> int:
@@ -145,12 +138,29 @@ class Save:
         FileList(tuple(sorted(entries, key=lambda entry: entry.path))).write(self.tmp)
         for folder in sorted(path for path in self.tmp.rglob("*") if path.is_dir()):
             sync_folder(folder)
-        written = judge(self.tmp, self.step)
-        if not written.is_whole:
-            raise SaveError(written.reason)
+        written = self._judge_when_visible()
+        self._refuse_unnamed({entry.path for entry in entries})
         self.tmp.rename(self.path)
         sync_folder(self.root)
         return written.size
+
+    def _judge_when_visible(self) -> Entry:
+        """Waits for what the other ranks wrote: a shared file system may show it here later than there."""
+        started = time.monotonic()
+        while not (written := judge(self.tmp, self.step)).is_whole:
+            waited = time.monotonic() - started
+            if waited >= file_wait_seconds():
+                raise SaveError(
+                    f"{written.reason}, after {waited:.0f} s. The file system shows files late, or not on every node; "
+                    f"set {FILE_WAIT_VARIABLE} to wait longer"
+                )
+            time.sleep(FILE_POLL_SECONDS)
+        return written
+
+    def _refuse_unnamed(self, named: set[str]) -> None:
+        there = {p.relative_to(self.tmp).as_posix() for p in (self.tmp / SHARDS).rglob("*") if p.is_file()}
+        if unnamed := sorted(there - named):
+            raise SaveError(f"no rank says that it wrote {summary(unnamed)}")
 
 
 def _completed(work: Callable[[], Any]) -> Future[Any]:

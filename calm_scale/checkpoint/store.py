@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,8 +20,10 @@ from calm_scale.checkpoint.errors import (
     is_disk_full,
 )
 from calm_scale.checkpoint.file_list import (
+    CARD,
     DELETING,
     LATEST,
+    MANIFEST,
     SHARDS,
     TMP,
     FileList,
@@ -33,8 +35,7 @@ from calm_scale.checkpoint.file_list import (
 from calm_scale.checkpoint.judge import (
     EVERY_BYTE,
     Entry,
-    Share,
-    State,
+    changed_share,
     inventory,
     judge,
     resumable,
@@ -43,14 +44,12 @@ from calm_scale.checkpoint.judge import (
 from calm_scale.checkpoint.retention import check_space, human_bytes, superfluous
 from calm_scale.checkpoint.saving import Save, Start
 from calm_scale.config.training import CheckpointConfig
-from launchers.ranks import files_under, see_alike
+from launchers.ranks import see_alike, see_shares
 
 if TYPE_CHECKING:
     from calm_scale.runtime.world import World
 
 T = TypeVar("T")
-_SEVERITY: tuple[State, ...] = ("complete", "suspect", "foreign", "unfinished", "damaged")
-"""What one rank sees of a checkpoint holds for all: the worst of their verdicts."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,9 @@ class Found:
 
 class CheckpointStore:
     """Checkpoints of one stage of one run. Every rank holds one and makes every call, in the same order.
+
+    The first rank looks at folders, names and sizes and tells the others. A rank reads its share of the bytes and
+    writes its own files, so what it asks of the file system does not grow with the number of ranks.
 
     Args:
         root: ``<workdir>/<stage>/checkpoints``.
@@ -132,23 +134,40 @@ class CheckpointStore:
         return None
 
     def _await_newest(self) -> None:
-        """Returns once all ranks see the same step folders, and the same files of the newest."""
+        """Returns once all ranks see the same step folders, and each its share of the newest one's files."""
         see_alike(self.world, self.root, lambda: {path.name for _, path in step_folders(self.root)})
-        for _, newest in step_folders(self.root)[-1:]:
-            see_alike(self.world, newest, partial(files_under, newest))
+        folders = step_folders(self.root)
+        if not folders:
+            return
+        _, newest = folders[-1]
+        see_alike(self.world, newest, lambda: _card_and_list(newest))
+        sizes = self._on_first(lambda: _sizes(newest))
+        see_shares(self.world, newest, list(sizes), lambda mine: _whole(newest, mine, sizes))
 
     def judge_together(self, entry: Entry) -> Entry:
-        """The verdict that holds for all ranks: each looks at every size and reads its share of the bytes."""
+        """The verdict that holds for all ranks: the first looks at every size, each reads its share of the bytes.
+
+        What was read through before and has not been written to since is not read again.
+        """
         path, ranks = entry.path, self.world
-        signature = _signature(path)
-        known = signature is not None and self._verified.get(path) == signature
-        share = None if known or not entry.is_whole else (ranks.rank, ranks.world_size)
-        everyone = ranks.everywhere(lambda: _judge_if_there(entry, self.run_id, share))
-        state = max((judged.state for judged in everyone), key=_SEVERITY.index)
-        reasons = sorted({judged.reason for judged in everyone if judged.state == state and judged.reason})
-        if state not in ("damaged", "unfinished") and signature is not None:
+
+        def look() -> tuple[Entry, bool]:
+            judged, signature = _judge_if_there(entry, self.run_id), _signature(path)
+            return judged, signature is not None and self._verified.get(path) == signature
+
+        judged, known = self._on_first(look)
+        if known or not judged.is_whole:
+            return judged
+        shares = ranks.everywhere(lambda: _changed(path, ranks))
+        if faults := sorted({fault for share in shares for fault in share}):
+            return replace(judged, state="damaged", reason=summary(faults), verified=False)
+        self._remember(path)
+        return judged
+
+    def _remember(self, path: Path) -> None:
+        """The files as they are now have been read through, or written by us."""
+        if self.world.is_first and (signature := _signature(path)) is not None:
             self._verified[path] = signature
-        return replace(entry, state=state, reason=summary(reasons))
 
     def _found(self, entry: Entry, passed_over: list[str]) -> Found:
         if entry.card is None:  # a whole checkpoint has a card
@@ -176,7 +195,7 @@ class CheckpointStore:
 
     # Saving
 
-    def save(self, step: int, write: Callable[[Path], None], card: Card) -> Path:
+    def save(self, step: int, write: Start, card: Card) -> Path:
         """Writes, verifies, renames. ``write`` gets the shards folder, on every rank.
 
         Raises:
@@ -264,9 +283,7 @@ class CheckpointStore:
     def _committed(self, save: Save) -> None:
         self.saving, self.rotation_due = None, True
         self.last_saved, self._last_size = save.step, save.size
-        signature = _signature(save.path)
-        if signature is not None:
-            self._verified[save.path] = signature
+        self._remember(save.path)
         if self.world.is_first and not save.card.suspect:
             self._point_to(save.path.name)
         suspect = f"; suspect: {save.card.suspect}" if save.card.suspect else ""
@@ -341,12 +358,45 @@ def _remove_all(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _judge_if_there(entry: Entry, run_id: str | None, share: Share | None) -> Entry:
-    """This rank's verdict; a folder that this rank does not see is damaged."""
+def _judge_if_there(entry: Entry, run_id: str | None) -> Entry:
+    """By names and sizes; a folder that is not there any more is damaged."""
     try:
-        return judge(entry.path, entry.step, run_id=run_id, share=share)
+        return judge(entry.path, entry.step, run_id=run_id)
     except OSError as error:
         return replace(entry, state="damaged", reason=f"{entry.path}: {error.strerror}", verified=False)
+
+
+def _card_and_list(folder: Path) -> set[str]:
+    sizes = {name: _size(folder / name) for name in (CARD, MANIFEST)}
+    return {f"{name} ({size} bytes)" for name, size in sizes.items() if size is not None}
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """The files of a checkpoint; none where its list cannot be read."""
+    try:
+        return {entry.path: entry.size for entry in FileList.read(folder).files}
+    except CheckpointError:
+        return {}
+
+
+def _whole(folder: Path, names: Sequence[str], sizes: dict[str, int]) -> set[str]:
+    return {name for name in names if _size(folder / name) == sizes[name]}
+
+
+def _size(path: Path) -> int | None:
+    """None where this rank does not see it."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _changed(path: Path, ranks: World) -> list[str]:
+    """What does not fit in this rank's share of the bytes; a folder that it does not see is such a fault."""
+    try:
+        return changed_share(path, (ranks.rank, ranks.world_size))
+    except (CheckpointError, OSError) as error:
+        return [f"{error} (rank {ranks.rank} on {socket.gethostname()})"]
 
 
 def _signature(path: Path) -> tuple[tuple[str, int, int], ...] | None:

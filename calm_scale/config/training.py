@@ -112,8 +112,8 @@ class CheckpointConfig(Section):
     """A name in a row of metrics.jsonl, such as `loss` or `eval/loss`."""
     best_mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest `best_metric` is best."""
-    async_save: bool = False
-    """Write checkpoints in the background while training continues."""
+    async_save: bool | None = None
+    """Write checkpoints in the background while training continues; null does so on GPUs."""
     on_disk_full: Literal["stop", "continue"] = "stop"
     """After a save that failed because the disk is full: stop, or train on and try again at the next save."""
 

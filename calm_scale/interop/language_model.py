@@ -257,8 +257,8 @@ def whole_weights(models: Sequence[CalmModel]) -> Callable[[str], Tensor]:
     return whole
 
 
-def write_checkpoint(published: PublishedLanguageModel, directory: Path) -> None:
-    """Writes the weights (no optimizer state) as a sharded checkpoint that every layout reads.
+def write_checkpoint(published: PublishedLanguageModel, directory: Path) -> list[str]:
+    """Writes the weights (no optimizer state) as a sharded checkpoint that every layout reads; returns its files.
 
     Needs an initialised process group of one rank. ``directory`` must exist and be empty.
     """
@@ -268,7 +268,9 @@ def write_checkpoint(published: PublishedLanguageModel, directory: Path) -> None
     for key, shape, dtype in published.shapes():
         outline = torch.empty((), dtype=dtype).expand(shape)  # of that shape, without its memory
         shards.append(ShardedTensor.from_rank_offsets(MODEL_PREFIX + key, outline, replica_id=0))
-    write_shards(shards, {}, directory, make=lambda key: published.weight(key.removeprefix(MODEL_PREFIX)))
+    return write_shards(
+        shards, {}, directory, make=lambda key: published.weight(key.removeprefix(MODEL_PREFIX))
+    )
 
 
 def whole_from_checkpoint(directory: Path) -> Callable[[str], Tensor]:

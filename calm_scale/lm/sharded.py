@@ -43,8 +43,10 @@ def write_shards(
     directory: Path,
     group: dist.ProcessGroup | None = None,
     make: Callable[[str], torch.Tensor] | None = None,
-) -> None:
+) -> list[str]:
     """Write this rank's ``ShardedTensor``s and (rank 0) the plain values. Every rank of ``group`` calls it.
+
+    Returns the names of the files that this rank wrote.
 
     The files are those that ``dist_checkpointing`` reads: torch's sharded files, common.pt, metadata.json. Tensors
     are written from where they are, by this process (Megatron's own writer copies them and forks first).
@@ -78,7 +80,7 @@ def write_shards(
     try:
         save(
             mcore_to_pyt_state_dict(by_key, False),
-            # Not fsynced here: whoever commits the files does that, while it reads them for their checksums.
+            # Not fsynced here: this rank does that at the commit, while it reads them for their checksums.
             storage_writer=FileSystemWriter(directory, single_file_per_rank=make is None, sync_files=False),
             planner=planner,
             process_group=group,
@@ -87,9 +89,13 @@ def write_shards(
         raise next(iter(error.failures.values()))[0] from None
     finally:
         set_crc32_options(before)
-    if dist.get_rank(group) == 0:
-        torch.save({"values": dict(values)}, directory / COMMON_STATE_FNAME)
-        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+    rank = dist.get_rank(group)
+    own = sorted(path.name for path in directory.glob(f"__{rank}_*"))
+    if rank != 0:
+        return own
+    torch.save({"values": dict(values)}, directory / COMMON_STATE_FNAME)
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+    return sorted({path.name for path in directory.iterdir() if not path.name.startswith("__")} | set(own))
 
 
 def read_shards(shards: Sequence[Any], directory: Path, prefixes: Sequence[str] = ("",)) -> dict[str, Any]:
@@ -192,10 +198,18 @@ def _refuse_foreign_code(directory: Path) -> None:
 
 
 class Staging:
-    """Host memory for the copies, kept from save to save: fresh memory costs several times the copy itself."""
+    """Host memory for the copies, kept from save to save: fresh memory costs several times the copy itself.
+
+    From a GPU the copies run in pinned memory, on a stream of their own; ``finish`` waits for them.
+
+    Attributes:
+        copied_bytes: of all copies since it was made.
+    """
 
     def __init__(self) -> None:
+        self.copied_bytes = 0
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     def copy(self, shard: Any) -> Any:
         """The shard with its data in this staging; valid until the next copy of the same shard."""
@@ -203,5 +217,24 @@ class Staging:
         place = (shard.key, tuple(shard.global_offset))
         buffer = self._buffers.get(place)
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
-            buffer = self._buffers[place] = torch.empty(data.shape, dtype=data.dtype, device="cpu")
-        return replace(shard, data=buffer.copy_(data))
+            buffer = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=data.is_cuda)
+            self._buffers[place] = buffer
+        self.copied_bytes += data.nbytes
+        if data.is_cuda:
+            self._copy_from_gpu(buffer, data)
+        else:
+            buffer.copy_(data)
+        return replace(shard, data=buffer)
+
+    def finish(self) -> None:
+        """Returns when every copy is in its place."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy_from_gpu(self, buffer: torch.Tensor, data: torch.Tensor) -> None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(data.device)
+        self._stream.wait_stream(torch.cuda.current_stream(data.device))
+        with torch.cuda.stream(self._stream):
+            buffer.copy_(data, non_blocking=True)
+        data.record_stream(self._stream)  # its memory is not given to others before the copy has read it

@@ -74,6 +74,21 @@ class World(Ranks):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
         return [int(value) for value in tensor.tolist()]
 
+    def poll(self, values: Sequence[int]) -> list[int]:
+        """``maximum`` for every step: on the GPUs' own group where there is one.
+
+        gloo's ring takes 2(N − 1) messages one after the other, NCCL's tree log₂ N. Not beside other collectives of
+        that group.
+        """
+        if self.world_size == 1 or self.backend != "nccl":
+            return self.maximum(values)
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return [int(value) for value in tensor.tolist()]
+
     def agree(self, ok: bool) -> bool:
         """True only if every rank says so."""
         return self.maximum([0 if ok else 1]) == [0]

@@ -69,11 +69,14 @@ class Engine(Protocol):
         """Means over the counted sequences, the same on every rank. Changes no training state and no training noise."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Every rank writes its shards into an existing folder. The store fsyncs, lists and renames."""
+    def save(self, directory: Path) -> list[str]:
+        """Every rank writes its shards into an existing folder; returns the names of the files it wrote.
+
+        The store fsyncs, lists and renames.
+        """
         ...
 
-    def save_async(self, directory: Path) -> Future[None]:
+    def save_async(self, directory: Path) -> Future[list[str]]:
         """As ``save``, but only copies the state now and writes the copy later: training may go on changing it.
 
         The future's calls do not communicate between ranks. It must be done before the next ``save_async``.

@@ -151,7 +151,7 @@ class _Loop:
                     self._step(batch, time.monotonic() - start)
                     profiler.end(self.counters.steps)
                     if self.config.checkpoint.is_due(self.counters.steps):
-                        self.checkpoints.save(self._card(), background=self.config.checkpoint.async_save)
+                        self.checkpoints.save(self._card(), background=self._saves_in_background)
                     garbage.after(self.counters.steps)
                     self.ledger.progress()
             if self.pending_row is not None:
@@ -244,7 +244,7 @@ class _Loop:
     def _asked_to_stop(self) -> bool:
         """One reduction over all ranks per step: has any received a stop signal, and is every background save ready?"""
         with self.ledger.phase(f"agreeing after step {self.counters.steps}"):
-            signal, waiting = self.world.maximum([self.stop.received, int(self.store.waiting)])
+            signal, waiting = self.world.poll([self.stop.received, int(self.store.waiting)])
         if not waiting:
             self.checkpoints.advance()
         self.stop.received = self.stop.received or signal
@@ -252,8 +252,13 @@ class _Loop:
 
     def _told_to_stop(self) -> bool:
         """Whether any rank has received a stop signal."""
-        self.stop.received = self.world.maximum([self.stop.received])[0]
+        self.stop.received = self.world.poll([self.stop.received])[0]
         return bool(self.stop.received)
+
+    @property
+    def _saves_in_background(self) -> bool:
+        asked = self.config.checkpoint.async_save
+        return self.world.device.type == "cuda" if asked is None else asked
 
     def _card(self) -> Card:
         optimizer = self.config.optimizer

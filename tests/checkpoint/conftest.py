@@ -42,11 +42,12 @@ def card_of() -> Callable[..., Card]:
 
 
 @pytest.fixture
-def write() -> Callable[[Path], None]:
-    def shards(folder: Path) -> None:
+def write() -> Callable[[Path], list[str]]:
+    def shards(folder: Path) -> list[str]:
         (folder / "rank_0.bin").write_bytes(bytes(range(256)) * 64)
         (folder / "inner").mkdir()
         (folder / "inner" / "rank_1.bin").write_bytes(b"\x01" * 5000)
+        return ["inner/rank_1.bin", "rank_0.bin"]
 
     return shards
 
@@ -58,7 +59,7 @@ def store(tmp_path: Path, solo: World) -> CheckpointStore:
 
 @pytest.fixture
 def save(
-    store: CheckpointStore, card_of: Callable[..., Card], write: Callable[[Path], None]
+    store: CheckpointStore, card_of: Callable[..., Card], write: Callable[[Path], list[str]]
 ) -> Callable[..., Path]:
     def one(step: int, **more: Any) -> Path:
         path = store.save(step, write, card_of(step, **more))

@@ -93,7 +93,7 @@ def test_a_wreck_does_not_block_its_step(
     tmp_path: Path,
     solo: World,
     card_of: Callable[..., Card],
-    write: Callable[[Path], None],
+    write: Callable[[Path], list[str]],
 ) -> None:
     save(100)
     damaged = save(200)
@@ -162,7 +162,7 @@ def test_another_runs_folder_is_neither_resumed_nor_counted(
     save: Save,
     solo: World,
     card_of: Callable[..., Card],
-    write: Callable[[Path], None],
+    write: Callable[[Path], list[str]],
 ) -> None:
     other = CheckpointStore(store.root, solo, store.config, run_id="run-b")
     other.save(99999, write, card_of(99999, run_id="run-b"))
@@ -221,7 +221,7 @@ def test_space_is_estimated_before_a_byte_is_written(
 
 
 def test_a_background_save_commits_in_pieces(
-    store: CheckpointStore, card_of: Callable[..., Card], write: Callable[[Path], None]
+    store: CheckpointStore, card_of: Callable[..., Card], write: Callable[[Path], list[str]]
 ) -> None:
     store.begin(7, write, card_of(7))
     assert not (store.root / "step_00000007").exists()

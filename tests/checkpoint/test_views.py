@@ -70,7 +70,7 @@ def event(kind: str, step: int, time: float, **more: object) -> Event:
 
 
 @pytest.fixture
-def lm(tmp_path: Path, solo: World, card_of: Callable[..., Card], write: Callable[[Path], None]) -> Path:
+def lm(tmp_path: Path, solo: World, card_of: Callable[..., Card], write: Callable[[Path], list[str]]) -> Path:
     """A run that saved step 30 and has done 50 steps, one every two seconds, until time 1100."""
     folder = tmp_path / "lm"
     CheckpointStore(folder / "checkpoints", solo, CheckpointConfig()).save(30, write, card_of(30))

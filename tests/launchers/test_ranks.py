@@ -156,8 +156,13 @@ def claims(world: World, folder: Path) -> None:
 
 def saves(world: World, folder: Path) -> None:
     (folder / "step_00000001.tmp" / "shards").mkdir(parents=True, exist_ok=True)
-    card: Any = SimpleNamespace(step=1)
-    save = saving.Save(folder, world, card, lambda shards: world.on_first(lambda: None))
+    card: Any = SimpleNamespace(step=1, write=lambda place: (place / "card.json").write_text("{}"))
+
+    def write(shards: Path) -> list[str]:
+        (shards / str(world.rank)).touch()
+        return [str(world.rank)]
+
+    save = saving.Save(folder, world, card, write)
     while save.phase != "committed":
         save.advance()
 
@@ -182,7 +187,8 @@ PLACES: dict[str, tuple[Any, str, Callable[[World, Path], object], tuple[int, ..
         lambda world, folder: CheckpointStore(folder, world, CheckpointConfig()).newest(),
         (0, 1),
     ),
-    "files that may be late": (saving, "files_under", saves, (0, 1)),
+    "reading what was saved": (saving, "checksum", saves, (0, 1)),
+    "the commit of a save": (saving, "judge", saves, (0,)),
 }
 
 

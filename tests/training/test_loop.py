@@ -217,10 +217,11 @@ def test_a_full_disk(
 ) -> None:
     original = tiny.TinyEngine._write
 
-    def write(engine: Any, directory: Path, state: Any) -> None:
-        original(engine, directory, state)
+    def write(engine: Any, directory: Path, state: Any) -> list[str]:
+        names = original(engine, directory, state)
         if "step_00000008" in str(directory):
             raise OSError(28, "No space left on device")
+        return names
 
     monkeypatch.setattr(tiny.TinyEngine, "_write", write)
     options = {"training": {"checkpoint": {"interval": 4, "on_disk_full": policy}}}

@@ -119,7 +119,7 @@ class TinyEngine:
         state = {name: value.clone() for name, value in (parameters | self.moments).items()}
         return state | {"updates": torch.tensor(self.updates)}
 
-    def _write(self, directory: Path, state: dict[str, torch.Tensor]) -> None:
+    def _write(self, directory: Path, state: dict[str, torch.Tensor]) -> list[str]:
         mine = {
             k: v for i, (k, v) in enumerate(sorted(state.items())) if i % self.data_size == self.data_rank
         }
@@ -127,11 +127,12 @@ class TinyEngine:
         path.write_bytes(b"half")
         time.sleep(self.slow_save)
         save_file(mine, path)
+        return [path.name]
 
-    def save(self, directory: Path) -> None:
-        self._write(directory, self.state())
+    def save(self, directory: Path) -> list[str]:
+        return self._write(directory, self.state())
 
-    def save_async(self, directory: Path) -> Future[None]:
+    def save_async(self, directory: Path) -> Future[list[str]]:
         return self.writer.submit(self._write, directory, self.state())
 
     def load(self, directory: Path) -> None:

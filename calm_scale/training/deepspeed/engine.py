@@ -128,11 +128,11 @@ class DeepSpeedEngine:
         self.last_report = sums.report()
         return self.last_report.scalars()
 
-    def save(self, directory: Path) -> None:
-        """Every rank writes its share of the fp32 weights and Adam moments (safetensors)."""
-        self._state.write(directory, self._state.snapshot(), self._updates)
+    def save(self, directory: Path) -> list[str]:
+        """Every rank writes its share of the fp32 weights and Adam moments (safetensors); returns the file's name."""
+        return self._state.write(directory, self._state.snapshot(), self._updates)
 
-    def save_async(self, directory: Path) -> Future[None]:
+    def save_async(self, directory: Path) -> Future[list[str]]:
         """As ``save``, but only the copy to host memory happens now; writing goes on in a thread."""
         return self._writer.submit(self._state.write, directory, self._state.snapshot(), self._updates)
 

@@ -95,17 +95,17 @@ class ZeroState:
                     out[f"{name}/{kind}"] = whole.detach().to("cpu", copy=True).contiguous()
         return out
 
-    def write(self, directory: Path, share: Mapping[str, torch.Tensor], optimizer_steps: int) -> None:
-        """Write this rank's ``share``, and the index from rank 0. No communication."""
+    def write(self, directory: Path, share: Mapping[str, torch.Tensor], optimizer_steps: int) -> list[str]:
+        """Write this rank's ``share``, and the index from rank 0; returns the files' names. No communication."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         files = {
             f"state_{r:05d}_of_{world_size:05d}.safetensors": names
             for r, names in enumerate(self._owners())
             if names
         }
-        for file, names in files.items():
-            if f"{names[0]}/weight" in share:
-                save_weights(dict(share), directory / file)
+        own = [file for file, names in files.items() if f"{names[0]}/weight" in share]
+        for file in own:
+            save_weights(dict(share), directory / file)
         if rank == 0:
             index = StateIndex(
                 optimizer_steps=optimizer_steps,
@@ -115,6 +115,8 @@ class ZeroState:
                 shapes=self._shapes,
             )
             (directory / INDEX_FILE).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            own.append(INDEX_FILE)
+        return own
 
     def read(self, directory: Path) -> int:
         """Load the state that any ZeRO stage on any number of ranks wrote; returns its applied updates.

@@ -197,13 +197,13 @@ class MegatronEngine:
         dist.all_reduce(total)
         return float(total.item())
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's shards of weights and optimizer state."""
+    def save(self, directory: Path) -> list[str]:
+        """Write this rank's shards of weights and optimizer state; returns the files' names."""
         self.optimizer.gather_weights()
         self._check_replicas_if_asked()
-        write_shards(snapshot(self.models, self.optimizer, self.layout), plain_values(self.steps), directory)
+        return write_shards(self._snapshot(live=True), plain_values(self.steps), directory)
 
-    def save_async(self, directory: Path) -> Future[None]:
+    def save_async(self, directory: Path) -> Future[list[str]]:
         """Copy this rank's shards now and write the copy in the background. Every rank calls it.
 
         The copy's CPU memory is kept for the next save; an earlier write must have ended. The checkpoint is the same
@@ -213,9 +213,16 @@ class MegatronEngine:
         self._check_replicas_if_asked()
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
-        shards = snapshot(self.models, self.optimizer, self.layout)
-        copied = [self._staging.copy(shard) for shard in shards]
+        copied = self._snapshot(live=False)
         return self._writer.submit(write_shards, copied, plain_values(self.steps), directory, self._writers)
+
+    def _snapshot(self, *, live: bool) -> list[Any]:
+        """This rank's shards in host memory: copies, or, where ``live`` and on the CPU, the tensors themselves."""
+        if live and self.layout.device.type == "cpu":
+            return snapshot(self.models, self.optimizer, self.layout)
+        copied = snapshot(self.models, self.optimizer, self.layout, self._staging.copy)
+        self._staging.finish()
+        return copied
 
     def load(self, directory: Path) -> None:
         """Read weights and optimizer state, whatever layout wrote them.

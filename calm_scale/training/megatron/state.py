@@ -9,7 +9,7 @@ rank ever holds more than its share of the whole state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,28 @@ def plain_values(steps: int) -> dict[str, int]:
     return {"format": FORMAT, "optimizer_steps": steps}
 
 
-def snapshot(models: Sequence[CalmModel], optimizer: MegatronOptimizer, layout: Layout) -> list[Any]:
-    """This rank's part of the state as ``ShardedTensor``s. Collective over the data-parallel group.
+def snapshot(
+    models: Sequence[CalmModel],
+    optimizer: MegatronOptimizer,
+    layout: Layout,
+    copy: Callable[[Any], Any] = lambda shard: shard,
+) -> list[Any]:
+    """What this rank writes of the state, as ``ShardedTensor``s. Collective over the data-parallel group.
 
-    Where it can, the live tensors: copy or write them before the next update.
+    Args:
+        copy: takes each shard while its data are there. By default they are the live tensors where those are whole and
+            on the CPU: write them before the next update.
     """
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
     moments = Moments(optimizer.inner)
     shards: list[Any] = []
     for owner, parameter, pieces in _by_parameter(models, layout):
-        is_main = owner == layout.data_rank
-        shards += [model_shard(piece, is_main=is_main) for piece in pieces]
         whole = moments.collect(parameter, owner, layout)
-        if is_main:
-            shards += _optimizer_shards(pieces, moments.names, whole)
+        if owner == layout.data_rank:
+            weights = [model_shard(piece, is_main=True) for piece in pieces]
+            written = [*weights, *_optimizer_shards(pieces, moments.names, whole)]
+            shards += [copy(shard) for shard in written if is_main_replica(shard.replica_id)]
     return shards
 
 
@@ -83,11 +92,19 @@ def load_training_state(
 def _by_parameter(
     models: Sequence[CalmModel], layout: Layout
 ) -> list[tuple[int, torch.nn.Parameter, list[Piece]]]:
-    """(data-parallel rank that writes it, parameter, its pieces), in the same order on all replicas."""
+    """(data-parallel rank that writes it, parameter, its pieces), in the same order on all replicas.
+
+    The largest parameters first, each to the rank with the least so far.
+    """
     grouped: dict[int, tuple[torch.nn.Parameter, list[Piece]]] = {}
     for piece in pieces_of(models):
         grouped.setdefault(id(piece.parameter), (piece.parameter, []))[1].append(piece)
-    return [(index % layout.data_size, p, pieces) for index, (p, pieces) in enumerate(grouped.values())]
+    loads, owned = [0] * layout.data_size, []
+    for parameter, pieces in sorted(grouped.values(), key=lambda group: -group[0].numel()):
+        owner = loads.index(min(loads))
+        loads[owner] += parameter.numel()
+        owned.append((owner, parameter, pieces))
+    return owned
 
 
 def _optimizer_shards(
@@ -129,22 +146,22 @@ class Moments:
 
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter, owner: int, layout: Layout) -> Sequence[torch.Tensor]:
-        """All of a parameter's tensors, flat, by ``names``, on the CPU of data-parallel rank ``owner``.
+        """All of a parameter's tensors, flat, by ``names``, on data-parallel rank ``owner``; nothing on other ranks.
 
-        The live tensors themselves where they are whole and on the CPU: copy them before the next update, or write
-        them before it. Collective over the data-parallel group; what other ranks get is meaningless.
+        The live tensors themselves where they are whole: copy them before the next update, or write them before it.
+        Collective over the data-parallel group.
         """
         slot = self._slot(parameter)
         if not self._is_sliced:
             live = owner == layout.data_rank and slot is not None
-            return [tensor.reshape(-1).cpu() for tensor in self._tensors(slot)] if live and slot else []
+            return [tensor.reshape(-1) for tensor in self._tensors(slot)] if live and slot else []
         whole = torch.zeros(len(self.names), parameter.numel(), device=parameter.device)
         if slot is not None:
             for row, tensor in zip(whole, self._tensors(slot), strict=True):
                 row[slot.start : slot.stop] = tensor.reshape(-1)
         if layout.data_size > 1:
             dist.reduce(whole, dist.get_global_rank(layout.data_group, owner), group=layout.data_group)
-        return list(whole.cpu())
+        return list(whole) if owner == layout.data_rank else []
 
     @torch.no_grad()
     def spread(self, parameter: nn.Parameter, whole: torch.Tensor, owner: int, layout: Layout) -> None:
