@@ -7,11 +7,11 @@ from dataclasses import replace
 from math import log
 
 import numpy as np
-from _published import Row
+from _published import MIXED, Row
 from scipy.optimize import least_squares
 
 from calm_scale.accounting.hardware import device
-from calm_scale.accounting.kernels import EAGER, MIXED, Software
+from calm_scale.accounting.kernels import EAGER, Software
 
 PRIOR = 0.05
 """Weight of staying at the value that stands in the code, per e-fold."""

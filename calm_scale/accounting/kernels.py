@@ -50,11 +50,10 @@ class Rates:
     software: Software
 
 
-def rates(device: Device, software: Software, efficiency: float | None = None) -> Rates:
-    """The rates of a device; ``efficiency`` replaces the share of the peak that large products reach."""
-    share = device.products if efficiency is None else efficiency
+def rates(device: Device, software: Software) -> Rates:
+    """The rates of a device."""
     return Rates(
-        products=share * device.peak,
+        products=device.products * device.peak,
         attention=(device.fused_attention if software.fused_attention else device.attention) * device.peak,
         memory=COPY_SHARE * device.bandwidth,
         vector=device.vector,
@@ -265,7 +264,6 @@ class Software:
 
 
 FUSED = Software("fused kernels", norm_passes=12, activation_passes=4, logit_bytes=14, gaps=30)
-MIXED = Software("partly fused kernels", norm_passes=46, activation_passes=4, logit_bytes=20, gaps=45)
 EAGER = Software("plain kernels", norm_passes=67, activation_passes=10, logit_bytes=163, gaps=60)
 
 OWN_LOGIT_BYTES = 54

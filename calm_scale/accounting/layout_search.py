@@ -73,9 +73,7 @@ class Layout:
         ]
 
 
-def rank(
-    config: RunConfig, nodes: int, chip: Device, *, gpus_per_node: int = 8, efficiency: float | None = None
-) -> list[Layout]:
+def rank(config: RunConfig, nodes: int, chip: Device, *, gpus_per_node: int = 8) -> list[Layout]:
     """Every legal layout, those that fit first, the fastest first. The first one is the plan's choice.
 
     Recomputation is turned on only where a layout does not fit without it.
@@ -86,10 +84,10 @@ def rank(
     world, work = nodes * gpus_per_node, step_flops(config)
     found = []
     for candidate, data_parallel in _candidates(config, world, gpus_per_node):
-        layout = _evaluate(candidate, data_parallel, chip, gpus_per_node, efficiency, work)
+        layout = _evaluate(candidate, data_parallel, chip, gpus_per_node, work)
         if not layout.fits:
             recomputing = _with(candidate, parallel={"recompute": "full"})
-            layout = _evaluate(recomputing, data_parallel, chip, gpus_per_node, efficiency, work)
+            layout = _evaluate(recomputing, data_parallel, chip, gpus_per_node, work)
         found.append(layout)
     if not found:
         lm = config.require_lm()
@@ -134,12 +132,11 @@ def _evaluate(
     data_parallel: int,
     chip: Device,
     gpus_per_node: int,
-    efficiency: float | None,
     work: float,
 ) -> Layout:
     """``work``: model FLOPs of a step, which no layout changes."""
     lm = config.require_lm()
-    time = step_time(config, data_parallel, chip, gpus_per_node, efficiency)
+    time = step_time(config, data_parallel, chip, gpus_per_node)
     world = lm.parallel.model_parallel * data_parallel
     seconds = lm.training.steps * time.total
     return Layout(

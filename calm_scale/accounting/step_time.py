@@ -96,19 +96,14 @@ def step_time(
     data_parallel: int,
     device: Device,
     gpus_per_node: int,
-    efficiency: float | None = None,
     software: Software = OURS,
 ) -> StepTime:
-    """Estimated time of one step of the language model; bounded by its slowest stage.
-
-    Args:
-        efficiency: share of the peak that large matrix products reach; the device's own where it is None.
-    """
+    """Estimated time of one step of the language model; bounded by its slowest stage."""
     lm, software = config.require_lm(), software.for_run(config)
     parallel, passes = lm.parallel, lm.training.accumulation(data_parallel)
     held, traffic = stage_parameters(config), language_model(config, data_parallel)
     over = rings(parallel.tensor, data_parallel, parallel.pipeline, device, gpus_per_node)
-    at = rates(device, software, efficiency)
+    at = rates(device, software)
     kernels = [seconds.times(passes) for seconds in _stage_seconds(config, held, at)]
     tensor = [
         (1 - software.overlap_tensor) * collective_seconds(items, "tensor", over["tensor"])
@@ -160,9 +155,9 @@ def autoencoder_step_seconds(
     return kernels.total + collective_seconds(traffic, "data", over) + update + software.step_seconds
 
 
-def assumptions(device: Device, efficiency: float | None, software: Software = OURS) -> str:
+def assumptions(device: Device, software: Software = OURS) -> str:
     """What the estimate rests on, in words."""
-    at = rates(device, software, efficiency)
+    at = rates(device, software)
     return ASSUMPTIONS.format(
         software=software.name[0].upper() + software.name[1:],
         products=at.products / device.peak,

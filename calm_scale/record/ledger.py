@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from calm_scale.config.errors import CalmScaleError
-from calm_scale.record.json_lines import append_lines, read_lines
+from calm_scale.record.json_lines import read_lines
 
 FORMAT_VERSION = 1
 _FAR = 1e15
@@ -112,11 +112,6 @@ class History:
 def line_of(event: Event) -> str:
     """The event as a line, without its newline."""
     return json.dumps({"version": FORMAT_VERSION, **dataclasses.asdict(event)}, allow_nan=False)
-
-
-def append(path: Path, event: Event) -> None:
-    """Append one event as one line and flush it to the disk, so that a killed attempt leaves its history."""
-    append_lines(path, [line_of(event)], durable=True)
 
 
 def history(path: Path) -> History:

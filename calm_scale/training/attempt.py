@@ -132,12 +132,10 @@ class Start:
     Attributes:
         accept: changed fields that may change results.
         resume_step: resume this step instead of the newest, even a suspect one.
-        stop_after: stop after this step as if told to by a signal.
     """
 
     accept: Sequence[str] = ()
     resume_step: int | None = None
-    stop_after: int | None = None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def fit(
     at = training.engine.place
     place = f"{training.identity.stage} rank {training.world.rank}" + (f" ({at})" if at else "")
     watchdog = departure.watchdog if departure else Watchdog(training.config.stall_seconds, place)
-    loop = _Loop(training, stop, watchdog, start.stop_after)
+    loop = _Loop(training, stop, watchdog)
     watchdog.introduce(place, lambda operation: loop.ledger.write("stop", "stalled"))
     try:
         found = loop.resume(start)
@@ -93,12 +93,10 @@ class _Loop:
         pending_row: the row of a step whose evaluation was ended by a stop signal; it is evaluated first.
     """
 
-    def __init__(
-        self, training: Training, stop: StopSignals, watchdog: Watchdog, stop_after: int | None
-    ) -> None:
+    def __init__(self, training: Training, stop: StopSignals, watchdog: Watchdog) -> None:
         self.engine, self.data, self.config = training.engine, training.data, training.config
         self.store, self.telemetry, self.world = training.store, training.telemetry, training.world
-        self.identity, self.stop, self.stop_after = training.identity, stop, stop_after
+        self.identity, self.stop = training.identity, stop
         self.ledger = Ledger(training, watchdog)
         self.guard = NonFiniteGuard(self.config)
         self.checkpoints = Checkpointing(training, self.ledger, self.guard)
@@ -248,7 +246,7 @@ class _Loop:
         if not waiting:
             self.checkpoints.advance()
         self.stop.received = self.stop.received or signal
-        return bool(signal) or (self.stop_after is not None and self.counters.steps >= self.stop_after)
+        return bool(signal)
 
     def _told_to_stop(self) -> bool:
         """Whether any rank has received a stop signal."""

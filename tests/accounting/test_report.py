@@ -23,7 +23,8 @@ from calm_scale.accounting.report.render import print_document, to_html, to_json
 from calm_scale.accounting.report.run_sections import Prices
 from calm_scale.config import RunConfig, config_hash
 from calm_scale.config.quantities import flops_text, scaled
-from calm_scale.record.ledger import Event, LedgerError, append
+from calm_scale.record.json_lines import append_lines
+from calm_scale.record.ledger import Event, LedgerError, line_of
 
 MakeRun = Callable[..., RunConfig]
 
@@ -48,7 +49,7 @@ def write_run(folder: Path, config: RunConfig, *, device: str = "cpu", train_sec
         ),
     ]
     for event in events:
-        append(folder / "lm" / "ledger.jsonl", event)
+        append_lines(folder / "lm" / "ledger.jsonl", [line_of(event)])
 
 
 def write_score(folder: Path, step: int, brierlm: float | None) -> None:

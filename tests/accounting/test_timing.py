@@ -70,7 +70,7 @@ def test_a_square_product_takes_what_libraries_measure(gpu: str, size: int, meas
 
 def test_short_inner_dimensions_are_slower_as_measured() -> None:
     """8192 × 8192 × K on an H800: 386 TFLOP/s at K 256, 628 at 1024, 736 at 4096 (of 766 at 16384)."""
-    at = rates(hardware.device("h100"), FUSED, efficiency=766 / 989.5)
+    at = rates(replace(hardware.device("h100"), products=766 / 989.5), FUSED)
     for inner, measured in ((256, 386), (1024, 628), (4096, 736)):
         component = replace(linear("x", "backbone", inner, 8192), backward=0)
         seconds = product_seconds(component, Share(8192, 2), 8192, 1, False, at)

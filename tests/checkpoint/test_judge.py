@@ -19,7 +19,8 @@ from calm_scale.checkpoint.status import stage_status
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config.errors import EXIT_ERROR, EXIT_OK
 from calm_scale.config.training import CheckpointConfig
-from calm_scale.record.ledger import Event, append
+from calm_scale.record.json_lines import append_lines
+from calm_scale.record.ledger import Event, line_of
 from calm_scale.runtime.world import World
 from calm_scale.stages.checkpoints import print_newest, verify_checkpoint
 
@@ -99,7 +100,9 @@ def test_renaming_a_checkpoint_makes_it_damaged_for_everyone(stage: Stage) -> No
 @pytest.mark.parametrize("seed", range(12))
 def test_list_resume_status_and_run_id_agree_on_spoilt_folders(seed: int, stage: Stage) -> None:
     chance = random.Random(seed)
-    append(stage.folder / "ledger.jsonl", Event(kind="start", attempt=0, stage="lm", step=0, time=1.0))
+    append_lines(
+        stage.folder / "ledger.jsonl", [line_of(Event(kind="start", attempt=0, stage="lm", step=0, time=1.0))]
+    )
     for step in sorted(chance.sample(range(1, 400), 6)):
         if chance.random() < 0.2:
             stage.save(step, "run-b")

@@ -16,7 +16,8 @@ from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.checkpoint.targets import resume_targets
 from calm_scale.config import CalmScaleError, ConfigError, RunConfig
 from calm_scale.config.training import CheckpointConfig, TrainingConfig
-from calm_scale.record.ledger import Event, append
+from calm_scale.record.json_lines import append_lines
+from calm_scale.record.ledger import Event, line_of
 from calm_scale.record.metrics import MetricsRecord
 from calm_scale.runtime.world import World
 from calm_scale.stages import checkpoints
@@ -74,7 +75,7 @@ def lm(tmp_path: Path, solo: World, card_of: Callable[..., Card], write: Callabl
     """A run that saved step 30 and has done 50 steps, one every two seconds, until time 1100."""
     folder = tmp_path / "lm"
     CheckpointStore(folder / "checkpoints", solo, CheckpointConfig()).save(30, write, card_of(30))
-    append(folder / "ledger.jsonl", event("start", 0, 1000.0))
+    append_lines(folder / "ledger.jsonl", [line_of(event("start", 0, 1000.0))])
     record = MetricsRecord(folder / "metrics.jsonl", 0, print)
     for step in range(1, 51):
         record.row({"step": step, "loss": 1.0, "tokens_per_s": 500.0, "time": 1000.0 + 2 * step})
@@ -100,7 +101,7 @@ def test_a_killed_stage_is_silent(lm: Path) -> None:
     [("signal", "stopped"), ("finished", "finished"), ("nonfinite", "failed"), ("stalled", "stopped")],
 )
 def test_an_ended_stage(cause: str, state: str, lm: Path) -> None:
-    append(lm / "ledger.jsonl", event("stop", 50, 1101.0, cause=cause))
+    append_lines(lm / "ledger.jsonl", [line_of(event("stop", 50, 1101.0, cause=cause))])
     status = stage_status(lm, TRAINING, now=1102.0)
     assert (status.state, status.cause) == (state, cause)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from calm_scale.accounting.goodput import accounts
-from calm_scale.record.ledger import Event, LedgerError, append, highest_step, history, next_attempt
+from calm_scale.record.json_lines import append_lines
+from calm_scale.record.ledger import Event, LedgerError, highest_step, history, line_of, next_attempt
 
 
 def event(kind: str, attempt: int, step: int, time: float, **fields: Any) -> Event:
@@ -42,7 +43,7 @@ def test_round_trip_and_counters(tmp_path: Path) -> None:
     path = tmp_path / "lm" / "ledger.jsonl"
     assert next_attempt(history(path)) == 0
     for item in interrupted_run():
-        append(path, item)
+        append_lines(path, [line_of(item)])
     past = history(path)
     assert (list(past.events), past.damaged, past.damage) == (interrupted_run(), (), "")
     assert (next_attempt(past), highest_step(past)) == (3, 30)
@@ -75,18 +76,18 @@ def test_attempt_that_never_reaches_new_steps_is_all_replay() -> None:
 def test_torn_line_of_a_killed_attempt_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     first, second, third, *_ = interrupted_run()
-    append(path, first)
-    append(path, second)
+    append_lines(path, [line_of(first)])
+    append_lines(path, [line_of(second)])
     path.write_bytes(path.read_bytes()[:-20])
     assert history(path).events == (first,)
-    append(path, third)
+    append_lines(path, [line_of(third)])
     assert history(path).events == (first, third) and not history(path).damaged
 
 
 def test_damage_inside_an_attempt_is_passed_over_and_named(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     for item in interrupted_run()[:2]:
-        append(path, item)
+        append_lines(path, [line_of(item)])
     first, second = path.read_bytes().splitlines()
     path.write_bytes(first[:-9] + b"\n" + second + b"\n")
     past = history(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from calm_scale.checkpoint.card import Identity
 from calm_scale.checkpoint.store import CheckpointStore
 from calm_scale.config.errors import CalmScaleError
 from calm_scale.config.training import LoggingConfig, TrainingConfig
+from calm_scale.record.metrics import Row
 from calm_scale.runtime.departure import Departure
 from calm_scale.runtime.telemetry import Telemetry
 from calm_scale.runtime.world import World, init_world
@@ -51,6 +53,25 @@ class Sequences:
 
     def gather(self, indices: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
         return np.stack([self[int(index)] for index in indices]).astype(dtype)
+
+
+class StoppingTelemetry(Telemetry):
+    """Lets a stop signal come when a step is done, its evaluation included."""
+
+    stop: StopSignals
+    stop_after: int | None = None
+
+    def begin(self, step: int, total_steps: int) -> None:
+        super().begin(step, total_steps)
+        self.reach(step)
+
+    def row(self, row: Row, total_steps: int) -> None:
+        super().row(row, total_steps)
+        self.reach(row["step"])
+
+    def reach(self, step: int) -> None:
+        if self.stop_after is not None and step >= self.stop_after:
+            self.stop.received = signal.SIGTERM
 
 
 def training_config(**changes: object) -> TrainingConfig:
@@ -94,7 +115,9 @@ def run(
     logging = LoggingConfig(
         wandb="disabled", interval=1, progress=False, pictures=options.get("pictures", False)
     )
-    telemetry = Telemetry(folder, logging, world, "tiny", attempt.run_id, attempt.number)
+    stop = stop or StopSignals()
+    telemetry = StoppingTelemetry(folder, logging, world, "tiny", attempt.run_id, attempt.number)
+    telemetry.stop, telemetry.stop_after = stop, options.get("stop_after")
     store = CheckpointStore(folder / "checkpoints", world, config.checkpoint, attempt.run_id, telemetry.say)
     samples = Sequences(options.get("sequences", SEQUENCES))
     plan = BatchPlan.of(config, engine.data_rank, engine.data_size)
@@ -107,8 +130,8 @@ def run(
     try:
         return fit(
             Training(engine, data, config, store, telemetry, world, identity, attempt),
-            Start(options.get("accept", ()), options.get("resume_step"), options.get("stop_after")),
-            stop or StopSignals(),
+            Start(options.get("accept", ()), options.get("resume_step")),
+            stop,
             departure,
         )
     finally:

@@ -41,7 +41,6 @@ def plan_document(
     chip: hardware.Device,
     *,
     gpus_per_node: int = 8,
-    efficiency: float | None = None,
     dollars_per_device_hour: float | None = None,
 ) -> Document:
     """Layouts of ``config`` on ``nodes`` nodes of that device.
@@ -49,7 +48,7 @@ def plan_document(
     Raises:
         ConfigError: no layout exists.
     """
-    ranked = layout_search.rank(config, nodes, chip, gpus_per_node=gpus_per_node, efficiency=efficiency)
+    ranked = layout_search.rank(config, nodes, chip, gpus_per_node=gpus_per_node)
     price = chip.dollars_per_hour if dollars_per_device_hour is None else dollars_per_device_hour
     best = ranked[0]
     return Document(
@@ -57,7 +56,7 @@ def plan_document(
         (
             _choice(best, nodes, chip, price / chip.dollars_per_hour),
             _ranking(ranked, price / chip.dollars_per_hour),
-            _assumptions(best, gpus_per_node, chip, efficiency, price),
+            _assumptions(best, gpus_per_node, chip, price),
         ),
     )
 
@@ -169,14 +168,12 @@ def _memory_table(layout: Layout) -> Table:
     )
 
 
-def _assumptions(
-    best: Layout, gpus_per_node: int, chip: hardware.Device, efficiency: float | None, price: float
-) -> Section:
+def _assumptions(best: Layout, gpus_per_node: int, chip: hardware.Device, price: float) -> Section:
     config = best.config
     slower = step_time.slower_without_transformer_engine(config, best.data_parallel, chip, gpus_per_node)
     mtbf_hours = config.require_lm().training.checkpoint.node_mtbf_hours
     text = (
-        step_time.assumptions(chip, efficiency),
+        step_time.assumptions(chip),
         f"Without Transformer Engine a step of the first layout takes {slower:.2f} times as long.",
         *([DETERMINISTIC_COST] if config.deterministic else []),
         f"Peak {chip.peak / 1e12:g} TFLOP/s ({chip.source}). "
