@@ -14,7 +14,11 @@ from calm_scale.config.run_folder import StageFolder
 from calm_scale.record.json_lines import LineWriter
 from calm_scale.record.rank_times import RankTimes, SlowRanks, line_of
 from calm_scale.runtime.wait_clock import WaitClock
+from calm_scale.runtime.world import World
 from calm_scale.training.attempt import Training
+
+MOST_NAME_BYTES = 64
+"""Of a host's name."""
 
 
 class RankClock:
@@ -56,7 +60,7 @@ class RankClock:
             seconds: of the step, with the reading of its batch.
         """
         if self._judge is None:
-            self._judge = SlowRanks(self._world.gather_objects(socket.gethostname()))
+            self._judge = SlowRanks(_nodes(self._world))
         waited = math.nan if self._waited is None else self._waited
         rows = self._world.gather_numbers([self._peers, seconds, waited])
         if not rows:
@@ -75,3 +79,9 @@ class RankClock:
     def close(self) -> None:
         """A last try for the lines that could not be written."""
         self._lines.close()
+
+
+def _nodes(world: World) -> list[str]:
+    """The host of every rank, on the first rank; empty elsewhere. As numbers, it is one small message a rank too."""
+    mine = socket.gethostname().encode()[:MOST_NAME_BYTES].ljust(MOST_NAME_BYTES)
+    return [bytes(map(int, row)).decode(errors="replace").strip() for row in world.gather_numbers(mine)]
