@@ -35,7 +35,7 @@ from calm_scale.stages.splits import open_split
 from data_prep.shards.reading import ShardDataset
 
 CONFIGS = Path("configs/small")
-MODELS = ("energy", "flow", "diffusion", "baseline")
+MODELS = ("energy", "atoms", "flow", "diffusion", "baseline")
 ORDERS = 4
 
 

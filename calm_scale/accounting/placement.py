@@ -186,7 +186,7 @@ def local_parameters(config: RunConfig, component: Component) -> int:
         return -(-config.vocab_size // tensor) * d
     splits_head = config.require_lm().parallel.head_parallelism == "tensor"
     if component.name == ROW_PARALLEL or (splits_head and component.split == "rows"):
-        return (component.parameters - d) // tensor + d
+        return (component.parameters - component.num_out) // tensor + component.num_out
     if splits_head and component.split == "columns":
         return component.parameters // tensor
     if component.part == "head" or "norm" in component.name or component.name == "input.latent":

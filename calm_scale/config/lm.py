@@ -159,6 +159,7 @@ class BlockHeadConfig(HeadConfig):
 
 HEADS: Mapping[str, str] = {
     "energy": "calm_scale.lm.heads.energy:EnergyHeadConfig",
+    "atoms": "calm_scale.lm.heads.atoms:AtomHeadConfig",
     "flow": "calm_scale.lm.heads.denoising:FlowHeadConfig",
     "diffusion": "calm_scale.lm.heads.denoising:DiffusionHeadConfig",
     "softmax": "calm_scale.lm.heads.softmax:SoftmaxHeadConfig",
@@ -192,7 +193,7 @@ def _head(value: object) -> object:
     if not isinstance(kind, str):
         raise PydanticCustomError(
             "head_kind",
-            "a head needs `kind`: energy, flow, diffusion or softmax, or package.module:Name of your own",
+            "a head needs `kind`: energy, atoms, flow, diffusion or softmax, or package.module:Name of your own",
         )
     try:
         of_kind = head_class(kind)
@@ -231,7 +232,7 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, attention, or whole layers."""
     head_parallelism: Literal["position", "tensor"] = "position"
-    """Over the tensor ranks, split the head by positions (weights replicated) or its weights (energy only)."""
+    """Over the tensor ranks, split the head by positions (weights replicated) or its weights (energy and atoms)."""
     pipeline_layout: Literal["auto", "even"] | tuple[int, ...] = "auto"
     """Layers of each stage: balanced by FLOPs, equal, or listed."""
     check_replicas: bool = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -138,22 +139,46 @@ def _to_draws(
 ) -> torch.Tensor:
     """Σ_n Σ_m ‖y_n − e_m‖^α [R] for draws e [R, m, l]; its gradient in y is added to ``slope`` [R, N, l]."""
     num_samples, size = y.shape[1:]
-    total = y_squared[:, :, None] + torch.linalg.vector_norm(e, dim=-1).square_()[:, None, :]
-    squared = torch.baddbmm(total, y, e.transpose(1, 2), alpha=-2)
-    near = squared < total.mul_(_NEAR)
-    pairs = near.nonzero(as_tuple=True) if bool(near.any()) else None
-    if pairs is not None:
-        row, n, m = pairs
-        difference = y[row, n] - e[row, m]
-        squared[pairs] = difference.square().sum(-1)
-    powers, weights = _power(squared, alpha)
+    squared, near = squared_distances(y, e, y_squared)
+    powers, weights = power(squared, alpha)
     if slope is not None:
-        if pairs is not None:  # y·w − w·e would cancel there as well
-            slope.view(-1, size).index_add_(0, row * num_samples + n, difference * weights[pairs][:, None])
-            weights[pairs] = 0
+        if near is not None:  # y·w − w·e would cancel there as well
+            row, n, _ = near.pairs
+            pulled = near.difference * weights[near.pairs][:, None]
+            slope.view(-1, size).index_add_(0, row * num_samples + n, pulled)
+            weights[near.pairs] = 0
         slope += y * weights.sum(-1, keepdim=True)
         slope.baddbmm_(weights, e, alpha=-1)
     return powers.sum((1, 2))
+
+
+@dataclass(frozen=True)
+class Near:
+    """Pairs (row, n, m) so near each other that a sum of squares and products would cancel, and y_n − e_m of each."""
+
+    pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    difference: torch.Tensor
+
+
+def squared_distances(
+    y: torch.Tensor, e: torch.Tensor, y_squared: torch.Tensor, *, same: bool = False
+) -> tuple[torch.Tensor, Near | None]:
+    """‖y_n − e_m‖² [R, N, m] of y [R, N, l], whose squares are [R, N], and e [R, m, l]; with the pairs near each other.
+
+    ``same``: e is y, and a point is not counted near itself.
+    """
+    of_e = y_squared if same else torch.linalg.vector_norm(e, dim=-1).square_()
+    total = y_squared[:, :, None] + of_e[:, None, :]
+    squared = torch.baddbmm(total, y, e.transpose(1, 2), alpha=-2)
+    close = squared < total.mul_(_NEAR)
+    if same:
+        close.diagonal(dim1=1, dim2=2).fill_(False)
+    if not bool(close.any()):
+        return squared, None
+    row, n, m = close.nonzero(as_tuple=True)
+    difference = y[row, n] - e[row, m]
+    squared[row, n, m] = difference.square().sum(-1)
+    return squared, Near((row, n, m), difference)
 
 
 class _Pairs:
@@ -170,7 +195,7 @@ class _Pairs:
     def terms(self, y: torch.Tensor, alpha: float, wants_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """1/(N(N−1)) Σ_{n≠k} ‖y_n − y_k‖^α [R] and its gradient in y [R, N, l]."""
         difference = torch.matmul(self.incidence, y)
-        powers, weights = _power(torch.linalg.vector_norm(difference, dim=-1).square_(), alpha)
+        powers, weights = power(torch.linalg.vector_norm(difference, dim=-1).square_(), alpha)
         value = powers.sum(-1) * self.factor
         if not wants_grad:
             return value, y
@@ -178,7 +203,7 @@ class _Pairs:
         return value, torch.matmul(self.incidence.t(), weighted)
 
 
-def _power(squared: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+def power(squared: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
     """d^α and α·d^(α−2) from d²; the second is the weight of the gradient, 0 at coincident points."""
     squared = squared.clamp_min_(0)
     floored = squared.clamp_min(_MIN_SQUARED)

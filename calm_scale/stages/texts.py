@@ -155,7 +155,7 @@ def run_scoring(
 def _alpha(card: Card) -> float:
     """The exponent of the energy loss the model was trained with; 1 for a head that is trained otherwise."""
     head = card.config["lm"]["head"]
-    return float(head["alpha"]) if head["kind"] == "energy" else 1.0
+    return float(head.get("alpha", 1.0))
 
 
 def _unfit(config: RunConfig, num_tokens: int) -> str | None:

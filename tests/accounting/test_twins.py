@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "latent_input": {"input_mode": "continuous", "patch_size": 2},
     "recompute_full": {"parallel": {"recompute": "full"}},
     "recompute_selective": {"parallel": {"recompute": "selective"}},
+    "atoms": {"head": {"kind": "atoms", "num_atoms": 5, "num_posterior": 3}},
     "flow": {"head": {"kind": "flow", "num_repeats": 3}},
     "diffusion": {"head": {"kind": "diffusion", "num_repeats": 3}, "patch_size": 2},
     "baseline": {"head": {"kind": "softmax"}, "patch_size": 1},

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from calm_scale.config.lm import LMStage
+from calm_scale.lm.heads.atoms.module import AtomHead
 from calm_scale.lm.heads.denoising.module import DiffusionHead, FlowHead, cosine_alpha_bar
 from calm_scale.lm.heads.energy.module import EnergyHead
 from calm_scale.runtime.noise import PositionNoise
 
 HEADS = {
     "energy": lambda d, l: EnergyHead(d, l, num_blocks=1, noise_size=16, num_samples=8, num_posterior=8),
+    "atoms": lambda d, l: AtomHead(d, l, num_atoms=8, num_posterior=4),
     "flow": lambda d, l: FlowHead(d, l, num_blocks=2, num_repeats=4, sampling_steps=8),
     "diffusion": lambda d, l: DiffusionHead(d, l, num_blocks=2, num_repeats=4, sampling_steps=50),
 }
@@ -37,7 +39,8 @@ def _train(head, steps, lr):
 
 
 @pytest.mark.parametrize(
-    "kind, steps, lr", [("energy", 400, 3e-3), ("flow", 400, 5e-3), ("diffusion", 500, 5e-3)]
+    "kind, steps, lr",
+    [("energy", 400, 3e-3), ("atoms", 400, 3e-3), ("flow", 400, 5e-3), ("diffusion", 500, 5e-3)],
 )
 def test_learns_two_modes_with_the_right_frequencies(kind, steps, lr):
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from lm_ranks import run_ranks, tiny_run
 
 AR = {"kind": "softmax"}
 FLOW = {"kind": "flow", "num_repeats": 2}
+ATOMS = {"kind": "atoms", "num_atoms": 6, "num_posterior": 5}
 DIFFUSION = {"kind": "diffusion", "num_repeats": 2}
 
 
@@ -32,6 +33,7 @@ LAYOUTS_ONE = [
     same_steps("one_bf16", training={"precision": "bf16"}),
     same_steps("one_ar", head=AR),
     same_steps("one_flow", head=FLOW),
+    same_steps("one_atoms", head=ATOMS),
     same_steps("one_diffusion", head=DIFFUSION),
     same_steps("one_pad", pad_id=100),
     same_steps("one_both", input_mode="both"),
@@ -54,6 +56,9 @@ LAYOUTS_TWO = [
 ]
 OTHER_HEADS = [
     same_steps("tp2_flow", head=FLOW, tensor=2),
+    same_steps("tp2_atoms", head=ATOMS, tensor=2, sequence_parallel=True),
+    same_steps("tp2_head_atoms", head=ATOMS, tensor=2, head_parallelism="tensor", check_replicas=True),
+    same_steps("pp2_atoms", head=ATOMS, pipeline=2),
     same_steps("pp2_diffusion", head=DIFFUSION, pipeline=2),
     same_steps("dp2_pad", pad_id=100),
     same_steps("tp2_pad", pad_id=100, tensor=2),
@@ -146,6 +151,13 @@ RESUME_ONE_AFTER = [
     resumed("one_from_async", "async_half"),
     resumed("one_plain", "half_one", distributed_optimizer=False),
     resumed("other_head", "half_one", head={"kind": "energy", "num_blocks": 2, "noise_size": 8}),
+    case(
+        "atoms_from_tp2",
+        {"do": "load", "name": "first_tp2_head_atoms"},
+        save("again_atoms_from_tp2"),
+        train(2, 3),
+        head=ATOMS,
+    ),
     resumed("renamed", "half_renamed"),
     resumed("hostile", "half_hostile"),
     resumed("not_there", "half_nothing"),

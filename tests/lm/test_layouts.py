@@ -25,6 +25,7 @@ TWINS = [
     for case in cases
 ]
 TWINS += [("tp2_flow", "one_flow"), ("pp2_diffusion", "one_diffusion"), ("tp2_both", "one_both")]
+TWINS += [(name, "one_atoms") for name in ("tp2_atoms", "tp2_head_atoms", "pp2_atoms")]
 TWINS += [
     ("dp2_pad", "one_pad"),
     ("tp2_pad", "one_pad"),

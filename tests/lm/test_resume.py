@@ -45,6 +45,14 @@ def test_another_layout_goes_on_within_float_tolerance(reports: Any, name: str, 
         assert ours[:2] == pytest.approx(theirs[:2], rel=1e-5)
 
 
+def test_an_atoms_head_of_split_weights_goes_on_whole(reports: Any) -> None:
+    assert_bit_equal(reports.tensors("again_atoms_from_tp2"), reports.tensors("first_tp2_head_atoms"))
+    for ours, theirs in zip(
+        reports["atoms_from_tp2"]["steps"], reports["one_atoms"]["steps"][1:], strict=True
+    ):
+        assert ours[:2] == pytest.approx(theirs[:2], rel=1e-5)
+
+
 def test_a_background_save_holds_the_state_before_the_steps_taken_meanwhile(reports: Any) -> None:
     assert reports["one_from_async"]["steps"] == [
         pytest.approx(step, rel=1e-5) for step in reports["async"]["steps"][2:]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from calm_scale.lm.energy_score import Backend, energy_score
 from calm_scale.lm.heads.base import GenerativeHead, init_linears, linear_fp32
+from calm_scale.lm.heads.split import enter, leave, split_columns, split_rows
 from calm_scale.runtime.noise import PositionNoise, Randomness, uniform
 
 _NORM_EPS = 1e-6
@@ -163,22 +164,22 @@ class SplitEnergyBlock(nn.Module):
         self.in_ln = block.in_ln
         self.linears = nn.ModuleDict(
             {
-                "0": _rows(entry, rank, size),
-                "2": _columns(middle, rank, size),
-                "4": _rows(gates, rank, size, parts=2),
+                "0": split_rows(entry, rank, size),
+                "2": split_columns(middle, rank, size),
+                "4": split_rows(gates, rank, size, parts=2),
             }
         )
-        self.down_proj = _columns(block.down_proj, rank, size)
+        self.down_proj = split_columns(block.down_proj, rank, size)
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """x [..., N, d], hidden [..., d] → [..., N, d], all replicated over the group."""
         entry, middle, gates = (cast(nn.Linear, self.linears[key]) for key in ("0", "2", "4"))
         width = x.shape[-1]
-        of_hidden = F.linear(_enter(hidden), entry.weight[:, width:], entry.bias)
-        y = F.linear(_enter(self.in_ln(x)), entry.weight[:, :width]) + of_hidden.unsqueeze(-2)
-        y = _leave(F.linear(F.silu(y), middle.weight)) + middle.bias
-        gate, up = gates(_enter(F.silu(y))).chunk(2, dim=-1)
-        return x + _leave(F.linear(F.silu(gate) * up, self.down_proj.weight)) + self.down_proj.bias
+        of_hidden = F.linear(enter(hidden), entry.weight[:, width:], entry.bias)
+        y = F.linear(enter(self.in_ln(x)), entry.weight[:, :width]) + of_hidden.unsqueeze(-2)
+        y = leave(F.linear(F.silu(y), middle.weight)) + middle.bias
+        gate, up = gates(enter(F.silu(y))).chunk(2, dim=-1)
+        return x + leave(F.linear(F.silu(gate) * up, self.down_proj.weight)) + self.down_proj.bias
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -201,41 +202,6 @@ class SplitEnergyBlock(nn.Module):
         for name in gated:
             described[prefix + name] = apply_swiglu_sharded_factory(described[prefix + name], sharded_offsets)
         return dict(described)
-
-
-def _rows(linear: nn.Linear, rank: int, size: int, parts: int = 1) -> nn.Linear:
-    """This rank's output rows, of each of ``parts`` stacked matrices."""
-    own = [block.chunk(size)[rank] for block in linear.weight.detach().chunk(parts)]
-    bias = [block.chunk(size)[rank] for block in linear.bias.detach().chunk(parts)]
-    return _make_linear(torch.cat(own), torch.cat(bias))
-
-
-def _columns(linear: nn.Linear, rank: int, size: int) -> nn.Linear:
-    """This rank's input columns; the bias is kept whole and added once."""
-    return _make_linear(linear.weight.detach().chunk(size, dim=1)[rank], linear.bias.detach())
-
-
-def _make_linear(weight: torch.Tensor, bias: torch.Tensor) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-    made.weight = nn.Parameter(weight.clone())
-    made.bias = nn.Parameter(bias.clone())
-    return made
-
-
-def _enter(x: torch.Tensor) -> torch.Tensor:
-    """Identity; the backward pass sums the gradient over the group."""
-    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-
-    entered: torch.Tensor = copy_to_tensor_model_parallel_region(x)
-    return entered
-
-
-def _leave(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the group; the backward pass is the identity."""
-    from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-
-    left: torch.Tensor = reduce_from_tensor_model_parallel_region(x)
-    return left
 
 
 def score_noise(
