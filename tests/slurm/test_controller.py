@@ -356,7 +356,8 @@ def test_an_evaluation_that_the_site_refuses_is_asked_for_three_times(
     run = make_run("evals")
     write_checkpoint(run, 4)
     clients.write("sbatch", "echo 'sbatch: error: Access denied' >&2; exit 1")
-    work = "sleep 3"
+    asked = f"grep -c ^sbatch {shlex.quote(str(clients.folder / 'calls'))}"
+    work = f"for _ in {{1..600}}; do (($({asked}) < 3)) || break; sleep 0.2; done; sleep 2"
     script = script_of(run, plain(profile, eval_each_checkpoint=True), work)
     script.write_text(script.read_text().replace("after 20 ask", "after 0.2 ask"))
     code, text = run_script(script, clients)
