@@ -33,8 +33,9 @@ class EvaluationConfig(Section):
     """Tokens scored: those after each patch boundary, or every token by a pass on each of the K shifted grids."""
     temperature: Temperature = 1.0
     """Temperature of the sampler; below 1 with `algorithm`."""
-    algorithm: Literal["exact", "batch"] = "batch"
-    """Sampler below temperature 1: Algorithm 1 (exact) or 2 (a batch of candidates)."""
+    algorithm: Literal["exact", "batch", "law"] = "batch"
+    """Sampler below temperature 1: Algorithm 1 (exact), Algorithm 2 (a batch of candidates), or from the tempered law,
+    which the atoms head states (law)."""
     num_candidates: int = Field(default=200, ge=1)
     """Candidates of Algorithm 2 at each position."""
     draw_budget: int = Field(default=10_000, ge=1)
@@ -58,8 +59,9 @@ class GenerationConfig(Section):
 
     field_policy = SAFE
 
-    algorithm: Literal["plain", "exact", "batch"] = "batch"
-    """Draw at temperature 1 (plain), by Algorithm 1 (exact) or by Algorithm 2 (a batch of candidates)."""
+    algorithm: Literal["plain", "exact", "batch", "law"] = "batch"
+    """Draw at temperature 1 (plain), by Algorithm 1 (exact), by Algorithm 2 (a batch of candidates), or from the
+    tempered law, which the atoms head states (law)."""
     temperature: Temperature = 0.5
     """Temperature of the sampler; may be a fraction such as `1/3`."""
     num_candidates: int = Field(default=200, ge=1)
@@ -91,7 +93,8 @@ def protocol_name(document: Mapping[str, Any]) -> str:
     lm = document.get("lm") or {}
     parts = [str(asked["coverage"]), f"S{asked['num_samples']}", f"T{float(asked['temperature']):.6g}"]
     if float(asked["temperature"]) != 1:
-        parts += [str(asked["algorithm"]), f"N{asked['num_candidates']}"]
+        parts += [str(asked["algorithm"])]
+        parts += [] if asked["algorithm"] == "law" else [f"N{asked['num_candidates']}"]
         parts += [f"D{asked['draw_budget']}"] if asked["algorithm"] == "exact" else []
     parts.append("all" if asked["max_sequences"] is None else f"n{asked['max_sequences']}")
     positions = (lm.get("backbone") or {}).get("positions")

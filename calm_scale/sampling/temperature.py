@@ -1,4 +1,4 @@
-"""A model at a temperature: the same PatchModel, with its draws sharpened by Algorithm 1 or 2.
+"""A model at a temperature: the same PatchModel, its draws sharpened by Algorithm 1 or 2, or from the law it states.
 
 Everything that reads a PatchModel (generation, BrierLM, accuracy–collision curves) takes a tempered one unchanged.
 """
@@ -6,18 +6,19 @@ Everything that reads a PatchModel (generation, BrierLM, accuracy–collision cu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 
 from calm_scale.runtime.noise import Randomness, of_rows
 from calm_scale.sampling.batch import SamplingError, choose, exponent, take
 from calm_scale.sampling.exact import sample_exact
+from calm_scale.sampling.law import sample_law
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from calm_scale.lm.patch_model import PatchModel, Shown
+    from calm_scale.lm.patch_model import PatchModel, Shown, StatedLaw
 
 _LOGITS = 1 << 28  # fp32: 1 GiB
 
@@ -40,7 +41,7 @@ def draw_rows(model: PatchModel, hidden: Tensor, num_samples: int, generator: Ra
     return torch.cat(pieces, dim=1)
 
 
-Algorithm = Literal["plain", "exact", "batch"]
+Algorithm = Literal["plain", "exact", "batch", "law"]
 _ROWS = 1024  # rows tempered together
 
 
@@ -89,13 +90,14 @@ class TemperedModel:
 
     Args:
         model: the law at T = 1.
-        algorithm: ``plain`` ignores the temperature; ``exact`` is Algorithm 1, ``batch`` Algorithm 2.
+        algorithm: ``plain`` ignores the temperature; ``exact`` is Algorithm 1, ``batch`` Algorithm 2,
+            ``law`` draws from the tempered law of a model that states it.
         settings: temperature, number of candidates N, draw budget.
 
     ``tally`` counts draws and fall-backs since it was made.
 
     Raises:
-        SamplingError: the budget does not pay for one round of Algorithm 1.
+        SamplingError: the budget does not pay for one round of Algorithm 1, or ``law`` of a model that states none.
     """
 
     def __init__(self, model: PatchModel, algorithm: Algorithm, settings: TemperatureSettings) -> None:
@@ -109,12 +111,18 @@ class TemperedModel:
         self.tally = DrawTally()
         self._at = exponent(self.temperature)
         check_budget(self.algorithm, settings)
+        if self.algorithm == "law" and model.shows != "law":
+            raise SamplingError(
+                "algorithm law needs a head that states its law (lm.head.kind: atoms); use exact or batch"
+            )
 
     @property
     def sampler(self) -> str:
         """The sampling rule in words, for reports."""
         if self.algorithm == "plain":
             return "plain, T = 1"
+        if self.algorithm == "law":
+            return f"from the stated law, T = {self.temperature:g}"
         if self.algorithm == "exact":
             return (
                 f"Algorithm 1 (exact), T = {self.temperature:g}, budget {self.draw_budget} draws, "
@@ -140,6 +148,11 @@ class TemperedModel:
         if self.algorithm == "plain":
             self.tally.add(num_samples * hidden[..., 0].numel(), num_samples * hidden[..., 0].numel(), 0)
             drawn = draw_rows(self.model, hidden.flatten(0, -2), num_samples, generator)
+        elif self.algorithm == "law":
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            self.tally.add(num_samples * len(rows), num_samples * len(rows), 0)
+            model = cast("StatedLaw", self.model)
+            drawn = sample_law(model, rows, num_samples, self.temperature, generator)
         else:
             rows = hidden.reshape(-1, hidden.shape[-1])
             numbers = torch.arange(len(rows)).repeat(num_samples)
