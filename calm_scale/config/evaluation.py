@@ -33,11 +33,14 @@ class EvaluationConfig(Section):
     """Tokens scored: those after each patch boundary, or every token by a pass on each of the K shifted grids."""
     temperature: Temperature = 1.0
     """Temperature of the sampler; below 1 with `algorithm`."""
-    algorithm: Literal["exact", "batch", "law"] = "batch"
-    """Sampler below temperature 1: Algorithm 1 (exact), Algorithm 2 (a batch of candidates), or from the tempered law,
-    which the atoms head states (law)."""
+    algorithm: Literal["exact", "batch", "noise_scale", "shrink"] = "batch"
+    """Sampler below temperature 1: Algorithm 1 (exact), 2 (a batch of candidates), or one draw nearer to the others.
+
+    The last two have no exact law; `temperature` is the scale of the head's noise (`noise_scale`), or of a latent's
+    distance from the mean of `num_candidates` latents (`shrink`).
+    """
     num_candidates: int = Field(default=200, ge=1)
-    """Candidates of Algorithm 2 at each position."""
+    """Candidates of Algorithm 2, or latents of the mean of `shrink`, at each position."""
     draw_budget: int = Field(default=10_000, ge=1)
     """Most draws of Algorithm 1 at each position."""
     batch_size: int = Field(default=8, gt=0)
@@ -55,13 +58,16 @@ class EvaluationConfig(Section):
 
 
 class GenerationConfig(Section):
-    """Likelihood-free temperature sampling: Algorithm 1 (exact) or 2 (batch of candidates)."""
+    """Likelihood-free temperature sampling: Algorithm 1 (exact), 2 (batch of candidates), or one nearer draw."""
 
     field_policy = SAFE
 
-    algorithm: Literal["plain", "exact", "batch", "law"] = "batch"
-    """Draw at temperature 1 (plain), by Algorithm 1 (exact), by Algorithm 2 (a batch of candidates), or from the
-    tempered law, which the atoms head states (law)."""
+    algorithm: Literal["plain", "exact", "batch", "noise_scale", "shrink"] = "batch"
+    """Draw at temperature 1 (plain), by Algorithm 1 (exact), by Algorithm 2 (a batch of candidates), or nearer draws.
+
+    `temperature` then scales its noise (`noise_scale`) or its distance from the mean of `num_candidates` latents
+    (`shrink`).
+    """
     temperature: Temperature = 0.5
     """Temperature of the sampler; may be a fraction such as `1/3`."""
     num_candidates: int = Field(default=200, ge=1)
@@ -93,8 +99,8 @@ def protocol_name(document: Mapping[str, Any]) -> str:
     lm = document.get("lm") or {}
     parts = [str(asked["coverage"]), f"S{asked['num_samples']}", f"T{float(asked['temperature']):.6g}"]
     if float(asked["temperature"]) != 1:
-        parts += [str(asked["algorithm"])]
-        parts += [] if asked["algorithm"] == "law" else [f"N{asked['num_candidates']}"]
+        parts.append(str(asked["algorithm"]))
+        parts += [f"N{asked['num_candidates']}"] if asked["algorithm"] != "noise_scale" else []
         parts += [f"D{asked['draw_budget']}"] if asked["algorithm"] == "exact" else []
     parts.append("all" if asked["max_sequences"] is None else f"n{asked['max_sequences']}")
     positions = (lm.get("backbone") or {}).get("positions")

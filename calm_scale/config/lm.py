@@ -89,17 +89,14 @@ class HeadConfig(Section, ABC):
     """Latent vectors that the frozen autoencoder decodes, or the tokens themselves."""
     splits_weights: ClassVar[bool] = False
     """Whether ``head_parallelism: tensor`` can split its weights over the tensor-parallel ranks."""
+    scales_noise: ClassVar[bool] = False
+    """Whether it reads noise that ``algorithm: noise_scale`` can scale."""
 
     kind: str
     """The head's name."""
 
     def blocks(self, num_layers: int) -> int:
         """Residual blocks on a backbone of L layers."""
-        return 0
-
-    @property
-    def num_listed(self) -> int:
-        """Latents that with their weights are the head's whole law (``GenerativeHead.law``); 0 for a law of samples."""
         return 0
 
     @property

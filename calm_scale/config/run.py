@@ -96,6 +96,21 @@ class RunConfig(Section):
             self._divides_sequence("autoencoder.patches", self.autoencoder.patches)
         return self
 
+    @model_validator(mode="after")
+    def _latents_can_be_drawn_nearer(self) -> RunConfig:
+        for key, asked in (("evaluation", self.evaluation), ("generation", self.generation)):
+            if self.lm is None or asked.temperature == 1:
+                continue
+            head = self.lm.head
+            if asked.algorithm == "noise_scale" and not head.scales_noise:
+                raise ValueError(
+                    f"{key}.algorithm noise_scale: lm.head.kind {head.kind} has no noise to scale; "
+                    "use shrink, batch or exact"
+                )
+            if asked.algorithm == "shrink" and head.predicts == "tokens":
+                raise ValueError(f"{key}.algorithm shrink: lm.head.kind {head.kind} draws no latents")
+        return self
+
     def _divides_sequence(self, key: str, patches: int) -> None:
         tokens = patches * self.patch_size
         if self.prep is not None and self.prep.sequence_length % tokens:

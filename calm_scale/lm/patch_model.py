@@ -22,9 +22,8 @@ from calm_scale.runtime.megatron import Layout, Precision, initialize
 from calm_scale.runtime.noise import Randomness, categorical
 from calm_scale.runtime.world import World
 
-Shown = Literal["samples", "latents", "law", "probabilities"]
-"""``latents``: also ``draw_latents``, ``encode`` and ``decode_ids``; ``law``: these and ``stated_law``.
-``probabilities``: also ``log_probs``."""
+Shown = Literal["samples", "latents", "probabilities"]
+"""``latents``: also ``draw_latents``, ``encode`` and ``decode_ids``. ``probabilities``: also ``log_probs``."""
 
 
 class PatchModel(Protocol):
@@ -63,8 +62,10 @@ class PatchModel(Protocol):
 class LatentModel(PatchModel, Protocol):
     """A patch model that shows its latents."""
 
-    def draw_latents(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
-        """The head's samples [num_samples, ..., l] for hidden [..., d]."""
+    def draw_latents(
+        self, hidden: torch.Tensor, num_samples: int, generator: Randomness, noise_scale: float = 1.0
+    ) -> torch.Tensor:
+        """The head's samples [num_samples, ..., l] for hidden [..., d]; ``noise_scale`` below 1 draws them nearer."""
         ...
 
     def encode(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,16 +74,6 @@ class LatentModel(PatchModel, Protocol):
 
     def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:
         """The frozen decoder's most likely ids [..., K] of latents [..., l]."""
-        ...
-
-
-class StatedLaw(LatentModel, Protocol):
-    """A patch model that states its whole law, as ``num_listed`` patches and their probabilities."""
-
-    num_listed: int
-
-    def stated_law(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For hidden [..., d]: ids [..., C, K], of which some may be equal, and probabilities [..., C]."""
         ...
 
 
@@ -134,9 +125,7 @@ class MegatronPatchModel:
         self.vocab_size = run.vocab_size
         self.device = next(model.parameters()).device
         stage = run.require_lm()
-        self.num_listed = stage.head.num_listed
-        of_latents: Shown = "law" if self.num_listed else "latents"
-        self.shows: Shown = "probabilities" if stage.predicts_tokens else of_latents
+        self.shows: Shown = "probabilities" if stage.predicts_tokens else "latents"
         self._backbone, self._tensor_size = stage.backbone, stage.parallel.tensor
         self._model = model.eval()
         self._codec = codec
@@ -159,21 +148,16 @@ class MegatronPatchModel:
         return drawn.T.reshape(num_samples, *hidden.shape[:-1], 1)
 
     @torch.no_grad()
-    def draw_latents(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
+    def draw_latents(
+        self, hidden: torch.Tensor, num_samples: int, generator: Randomness, noise_scale: float = 1.0
+    ) -> torch.Tensor:
         """See ``LatentModel``."""
-        head = self._model.head
+        head, hidden = self._model.head, hidden.to(self.device)
         if not isinstance(head, GenerativeHead):
             raise ConfigError("the autoregressive baseline has no latents")
-        return require_finite(head.sample(hidden.to(self.device), num_samples, generator), "latents")
-
-    @torch.no_grad()
-    def stated_law(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``StatedLaw``."""
-        head = self._model.head
-        if not isinstance(head, GenerativeHead):
-            raise ConfigError("the autoregressive baseline has no latents")
-        latents, weights = head.law(hidden.to(self.device))
-        return self.decode_ids(require_finite(latents, "latents")), require_finite(weights, "weights")
+        if noise_scale == 1:
+            return require_finite(head.sample(hidden, num_samples, generator), "latents")
+        return require_finite(head.sample_nearer(hidden, num_samples, generator, noise_scale), "latents")
 
     @torch.no_grad()
     def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:

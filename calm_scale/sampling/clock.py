@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from calm_scale.lm.patch_model import LatentModel, PatchModel, StatedLaw
+    from calm_scale.lm.patch_model import LatentModel, PatchModel
     from calm_scale.runtime.noise import Randomness
 
 
@@ -71,21 +71,23 @@ class TimedModel:
 
     def draw(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
         """Head and decoder booked apart where the model shows its latents."""
-        if self.shows not in ("latents", "law"):
+        if self.shows != "latents":
             with self.clock.part("head + decoder"):
                 return self.model.draw(hidden, num_samples, generator)
-        model = cast("LatentModel", self.model)
+        return self.decode_ids(self.draw_latents(hidden, num_samples, generator))
+
+    def draw_latents(
+        self, hidden: Tensor, num_samples: int, generator: Randomness, noise_scale: float = 1.0
+    ) -> Tensor:
+        """Booked as head."""
         with self.clock.part("head"):
-            latents = model.draw_latents(hidden, num_samples, generator)
+            return cast("LatentModel", self.model).draw_latents(hidden, num_samples, generator, noise_scale)
+
+    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's own, booked nowhere."""
+        return cast("LatentModel", self.model).encode(tokens)
+
+    def decode_ids(self, latents: Tensor) -> Tensor:
+        """Booked as decoder."""
         with self.clock.part("decoder"):
-            return model.decode_ids(latents)
-
-    @property
-    def num_listed(self) -> int:
-        """The model's own."""
-        return cast("StatedLaw", self.model).num_listed
-
-    def stated_law(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Booked as head and decoder."""
-        with self.clock.part("head + decoder"):
-            return cast("StatedLaw", self.model).stated_law(hidden)
+            return cast("LatentModel", self.model).decode_ids(latents)

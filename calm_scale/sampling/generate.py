@@ -208,10 +208,10 @@ class _Batch:
 
     def _complete(self, rows: list[int], hidden: Tensor, generator: RowStreams) -> Tensor:
         heads = complete_heads(
-            self.timed,
+            self.tempered.source,
             hidden[rows],
             [self.prompts[row].given for row in rows],
-            self.tempered.temperature,
+            self.tempered.head_temperature,
             self.config.num_candidates,
             self.config.draw_budget,
             of_rows(generator, rows),
@@ -251,7 +251,7 @@ def _head_sampler(tempered: TemperedModel, num_candidates: int) -> str:
 
     ``num_candidates``: of the first round.
     """
-    if tempered.temperature == 1:
+    if tempered.head_temperature == 1:
         return f"among the agreeing of N = {num_candidates} or more draws"
     return f"by Algorithm 2, N = {num_candidates} or more"
 

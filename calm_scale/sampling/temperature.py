@@ -1,4 +1,4 @@
-"""A model at a temperature: the same PatchModel, its draws sharpened by Algorithm 1 or 2, or from the law it states.
+"""A model at a temperature: the same PatchModel, its draws sharpened by Algorithm 1 or 2 or drawn nearer together.
 
 Everything that reads a PatchModel (generation, BrierLM, accuracy–collision curves) takes a tempered one unchanged.
 """
@@ -13,12 +13,12 @@ import torch
 from calm_scale.runtime.noise import Randomness, of_rows
 from calm_scale.sampling.batch import SamplingError, choose, exponent, take
 from calm_scale.sampling.exact import sample_exact
-from calm_scale.sampling.law import sample_law
+from calm_scale.sampling.one_draw import ONE_DRAW, NearerModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from calm_scale.lm.patch_model import PatchModel, Shown, StatedLaw
+    from calm_scale.lm.patch_model import LatentModel, PatchModel, Shown
 
 _LOGITS = 1 << 28  # fp32: 1 GiB
 
@@ -41,7 +41,7 @@ def draw_rows(model: PatchModel, hidden: Tensor, num_samples: int, generator: Ra
     return torch.cat(pieces, dim=1)
 
 
-Algorithm = Literal["plain", "exact", "batch", "law"]
+Algorithm = Literal["plain", "exact", "batch", "noise_scale", "shrink"]
 _ROWS = 1024  # rows tempered together
 
 
@@ -90,14 +90,14 @@ class TemperedModel:
 
     Args:
         model: the law at T = 1.
-        algorithm: ``plain`` ignores the temperature; ``exact`` is Algorithm 1, ``batch`` Algorithm 2,
-            ``law`` draws from the tempered law of a model that states it.
+        algorithm: ``plain`` ignores the temperature; ``exact`` is Algorithm 1, ``batch`` Algorithm 2; for
+            ``noise_scale`` and ``shrink`` the temperature is the scale s of ``one_draw``.
         settings: temperature, number of candidates N, draw budget.
 
     ``tally`` counts draws and fall-backs since it was made.
 
     Raises:
-        SamplingError: the budget does not pay for one round of Algorithm 1, or ``law`` of a model that states none.
+        SamplingError: the budget does not pay for one round of Algorithm 1.
     """
 
     def __init__(self, model: PatchModel, algorithm: Algorithm, settings: TemperatureSettings) -> None:
@@ -110,24 +110,33 @@ class TemperedModel:
         self.num_candidates, self.draw_budget = settings.num_candidates, settings.draw_budget
         self.tally = DrawTally()
         self._at = exponent(self.temperature)
-        check_budget(self.algorithm, settings)
-        if self.algorithm == "law" and model.shows != "law":
-            raise SamplingError(
-                "algorithm law needs a head that states its law (lm.head.kind: atoms); use exact or batch"
+        self.source: PatchModel = model
+        """The law that is sharpened, or, for one draw, that is drawn from."""
+        if self.algorithm in ONE_DRAW:
+            self.source = NearerModel(
+                cast("LatentModel", model), self.algorithm, self.temperature, self.num_candidates
             )
+        check_budget(self.algorithm, settings)
+
+    @property
+    def head_temperature(self) -> float:
+        """At which a prompt's last patch is completed, drawing from ``source``."""
+        return 1.0 if self.algorithm in ONE_DRAW else self.temperature
 
     @property
     def sampler(self) -> str:
         """The sampling rule in words, for reports."""
         if self.algorithm == "plain":
             return "plain, T = 1"
-        if self.algorithm == "law":
-            return f"from the stated law, T = {self.temperature:g}"
         if self.algorithm == "exact":
             return (
                 f"Algorithm 1 (exact), T = {self.temperature:g}, budget {self.draw_budget} draws, "
                 f"then Algorithm 2 with N = {self.num_candidates}"
             )
+        if self.algorithm == "noise_scale":
+            return f"one draw, noise × {self.temperature:g}"
+        if self.algorithm == "shrink":
+            return f"one draw, shrunk × {self.temperature:g} to the mean of {self.num_candidates}"
         continued = " (continued to non-integer 1/T)" if self._at.alpha else ""
         return f"Algorithm 2{continued}, T = {self.temperature:g}, N = {self.num_candidates}"
 
@@ -145,14 +154,10 @@ class TemperedModel:
 
     def draw(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
         """Ids ``[num_samples, ..., K]``, independent samples at this temperature for hidden ``[..., d]``."""
-        if self.algorithm == "plain":
-            self.tally.add(num_samples * hidden[..., 0].numel(), num_samples * hidden[..., 0].numel(), 0)
-            drawn = draw_rows(self.model, hidden.flatten(0, -2), num_samples, generator)
-        elif self.algorithm == "law":
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            self.tally.add(num_samples * len(rows), num_samples * len(rows), 0)
-            model = cast("StatedLaw", self.model)
-            drawn = sample_law(model, rows, num_samples, self.temperature, generator)
+        if self.algorithm == "plain" or self.algorithm in ONE_DRAW:
+            patches = num_samples * hidden[..., 0].numel()
+            self.tally.add(patches, patches, 0)
+            drawn = draw_rows(self.source, hidden.flatten(0, -2), num_samples, generator)
         else:
             rows = hidden.reshape(-1, hidden.shape[-1])
             numbers = torch.arange(len(rows)).repeat(num_samples)

@@ -34,6 +34,7 @@ class EnergyHeadConfig(BlockHeadConfig):
     """Single-step sampler trained with the energy loss (Eq. 10)."""
 
     splits_weights = True
+    scales_noise = True
 
     kind: Literal["energy"] = "energy"
     """The head's name."""

@@ -38,11 +38,13 @@ class EnergyBlock(nn.Module):
         )
         self.down_proj = nn.Linear(size, size)
 
-    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """x [..., N, d], hidden [..., d] → [..., N, d]."""
+    def forward(
+        self, x: torch.Tensor, hidden: torch.Tensor, noise_scale: float | None = None
+    ) -> torch.Tensor:
+        """x [..., N, d], hidden [..., d] → [..., N, d]. ``noise_scale`` multiplies LN(x)."""
         entry, middle, gates = (_linear(self.linears, index) for index in (0, 2, 4))
         size = x.shape[-1]
-        y = F.linear(self.in_ln(x), entry.weight[:, :size])
+        y = F.linear(_scaled(self.in_ln(x), noise_scale), entry.weight[:, :size])
         y += F.linear(hidden, entry.weight[:, size:], entry.bias).unsqueeze(-2)
         y = middle(F.silu(y))
         gate, up = gates(F.silu(y)).chunk(2, dim=-1)
@@ -62,6 +64,10 @@ class FinalLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., d] → [..., l]."""
         return linear_fp32(_linear(self.linears, 2), F.silu(self.linears[0](self.in_ln(x))))
+
+
+def _scaled(x: torch.Tensor, factor: float | None) -> torch.Tensor:
+    return x if factor is None else x * factor
 
 
 def _linear(layers: nn.Sequential, index: int) -> nn.Linear:
@@ -111,16 +117,22 @@ class EnergyHead(GenerativeHead):
         init_linears(self, init_std, generator)
         nn.init.zeros_(_linear(self.final_layer.linears, 2).weight)
 
-    def forward(self, hidden: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """One latent for each noise vector: hidden [..., d], noise [..., N, noise_size] → [..., N, l]."""
+    def forward(
+        self, hidden: torch.Tensor, noise: torch.Tensor, noise_scale: float | None = None
+    ) -> torch.Tensor:
+        """One latent for each noise vector: hidden [..., d], noise [..., N, noise_size] → [..., N, l].
+
+        ``noise_scale`` multiplies the embedded noise after its norm, and again after the first block's, which would
+        undo it there. In training it is None.
+        """
         dtype = self.weight_dtype
-        x = self.norm_noise(self.noise_embd(noise.to(dtype)))
+        x = _scaled(self.norm_noise(self.noise_embd(noise.to(dtype))), noise_scale)
         h = self.norm_hidden(self.hidden_embd(hidden.to(dtype)))
-        for block in self.mlp_blocks:
+        for index, block in enumerate(self.mlp_blocks):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, h, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, h)
+                x = block(x, h, noise_scale if index == 0 else None)
         return self.final_layer(x)  # type: ignore[no-any-return]
 
     def loss(
@@ -146,9 +158,20 @@ class EnergyHead(GenerativeHead):
 
     def sample(self, hidden: torch.Tensor, num_samples: int, generator: Randomness) -> torch.Tensor:
         """hidden [..., d] → [num_samples, ..., l]."""
+        return self._sample(hidden, num_samples, generator, None)
+
+    def sample_nearer(
+        self, hidden: torch.Tensor, num_samples: int, generator: Randomness, noise_scale: float
+    ) -> torch.Tensor:
+        """See ``GenerativeHead.sample_nearer``."""
+        return self._sample(hidden, num_samples, generator, noise_scale)
+
+    def _sample(
+        self, hidden: torch.Tensor, num_samples: int, generator: Randomness, noise_scale: float | None
+    ) -> torch.Tensor:
         shape = (*hidden.shape[:-1], num_samples, self.noise_size)
         drawn = uniform(shape, generator).to(hidden.device) - 0.5
-        return self(hidden, drawn).movedim(-2, 0)  # type: ignore[no-any-return]
+        return self(hidden, drawn, noise_scale).movedim(-2, 0)  # type: ignore[no-any-return]
 
 
 class SplitEnergyBlock(nn.Module):
@@ -171,12 +194,15 @@ class SplitEnergyBlock(nn.Module):
         )
         self.down_proj = split_columns(block.down_proj, rank, size)
 
-    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """x [..., N, d], hidden [..., d] → [..., N, d], all replicated over the group."""
+    def forward(
+        self, x: torch.Tensor, hidden: torch.Tensor, noise_scale: float | None = None
+    ) -> torch.Tensor:
+        """As ``EnergyBlock``; x and the result are replicated over the group."""
         entry, middle, gates = (cast(nn.Linear, self.linears[key]) for key in ("0", "2", "4"))
         width = x.shape[-1]
         of_hidden = F.linear(enter(hidden), entry.weight[:, width:], entry.bias)
-        y = F.linear(enter(self.in_ln(x)), entry.weight[:, :width]) + of_hidden.unsqueeze(-2)
+        y = F.linear(enter(_scaled(self.in_ln(x), noise_scale)), entry.weight[:, :width])
+        y = y + of_hidden.unsqueeze(-2)
         y = leave(F.linear(F.silu(y), middle.weight)) + middle.bias
         gate, up = gates(enter(F.silu(y))).chunk(2, dim=-1)
         return x + leave(F.linear(F.silu(gate) * up, self.down_proj.weight)) + self.down_proj.bias
