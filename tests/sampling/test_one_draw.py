@@ -74,8 +74,9 @@ def test_the_energy_head_scales_its_noise_after_the_norm() -> None:
         head.noise_embd.bias.zero_()
         head.norm_noise.bias.zero_()
         assert torch.equal(latents(1.0), head.sample(hidden, 64, torch.Generator().manual_seed(2)))
-        assert latents(None, 0.5) == pytest.approx(latents(None), abs=1e-4), (
-            "a scale before the norm is undone"
+        undone = (latents(None, 0.5) - latents(None)).abs().max()
+        assert undone < 0.01 * latents(None).std(), (
+            "a scale before the norm changes nothing but its epsilon's share"
         )
         deviation = [latents(scale).std(0).mean().item() for scale in (1.0, 0.5, 0.1)]
         assert deviation[0] > 1.2 * deviation[1] > 2.4 * deviation[2] > 0
