@@ -99,7 +99,8 @@ def _score_rows(
     squared, near = squared_distances(y, e, y_squared)
     likelihood = log_law[..., None] - squared / (2 * score.log_scale**2) if score.log_weight else None
     powers, slopes = power(squared, score.alpha)
-    between, between_slopes, between_near = _between(y, y_squared, score.alpha)
+    centred = y - y.mean(1, keepdim=True)  # of the atoms themselves: fewer pairs whose squares would cancel
+    between, between_slopes, between_near = _between(centred, score.alpha)
     to_targets, to_atoms = powers.mean(-1), torch.matmul(between, law[..., None])[..., 0]
     per_weight = 2 * (to_targets - to_atoms)
     value = (law * (2 * to_targets - to_atoms)).sum(-1)
@@ -113,15 +114,13 @@ def _score_rows(
         pull += share * (score.log_weight / score.num_posterior / score.log_scale**2)
     if not wants_grad:
         return [value]
-    apart = _pushed(y, law, between_slopes, between_near).mul_(2 * law[..., None])
+    apart = _pushed(centred, law, between_slopes, between_near).mul_(2 * law[..., None])
     return [value, _pulled(y, e, pull, near).sub_(apart), of_logits]
 
 
-def _between(
-    y: torch.Tensor, y_squared: torch.Tensor, alpha: float
-) -> tuple[torch.Tensor, torch.Tensor, Near | None]:
+def _between(y: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor, Near | None]:
     """‖y_c − y_d‖^α, the weights of its gradient (both [R, C, C]), and the pairs near each other."""
-    squared, near = squared_distances(y, y, y_squared, same=True)
+    squared, near = squared_distances(y, y, y.square().sum(-1), same=True)
     powers, slopes = power(squared, alpha)
     for one in (powers, slopes):
         one.diagonal(dim1=1, dim2=2).zero_()
