@@ -34,16 +34,20 @@ class Watchdog:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._limit, self._place, self._on_stall, self._end = limit_seconds, place, on_stall, end
-        self._operation, self._since = "start-up", time.monotonic()
+        self._operation, self._since, self._own_limit = "start-up", time.monotonic(), limit_seconds
         self._failure: tuple[BaseException, str] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
-    def doing(self, operation: str) -> Iterator[None]:
-        """The block is one operation; afterwards the surrounding one counts afresh."""
-        before = self._operation
+    def doing(self, operation: str, limit_seconds: float | None = None) -> Iterator[None]:
+        """The block is one operation; afterwards the surrounding one counts afresh.
+
+        ``limit_seconds``: a shorter limit for this operation.
+        """
+        before, limit_before = self._operation, self._own_limit
+        self._own_limit = self._limit if limit_seconds is None else min(limit_seconds, self._limit)
         self.note(operation)
         try:
             yield
@@ -52,6 +56,7 @@ class Watchdog:
                 self._failure = (error, operation)
             raise
         finally:
+            self._own_limit = limit_before
             self.note(before)
 
     def operation_of(self, error: BaseException) -> str:
@@ -80,14 +85,14 @@ class Watchdog:
     def _watch(self) -> None:
         warned_since = 0.0
         while not self._stop.wait(min(1.0, self._limit / 10)):
-            since, operation = self._since, self._operation
+            since, operation, limit = self._since, self._operation, self._own_limit
             waited = time.monotonic() - since
-            if waited >= self._limit:
+            if waited >= limit:
                 self._give_up(operation, waited)
                 return
-            if waited >= self._limit / 2 and warned_since != since:
+            if waited >= limit / 2 and warned_since != since:
                 warned_since = since
-                self._print(f"in `{operation}` for {waited:.0f} s; ends at {self._limit:.0f} s")
+                self._print(f"in `{operation}` for {waited:.0f} s; ends at {limit:.0f} s")
 
     def _give_up(self, operation: str, waited: float) -> None:
         self._print(f"stalled: in `{operation}` for {waited:.0f} s. Where every thread is:")

@@ -171,11 +171,13 @@ class Ledger:
             training.telemetry.warn(training.attempt.damage)
 
     @contextlib.contextmanager
-    def phase(self, operation: str, activity: Activity | None = None) -> Iterator[None]:
-        """The block is one operation for the watchdog, and its seconds are the activity's."""
+    def phase(
+        self, operation: str, activity: Activity | None = None, limit_seconds: float | None = None
+    ) -> Iterator[None]:
+        """The block is one operation for the watchdog, with a limit of its own, and its seconds are the activity's."""
         start = time.monotonic()
         try:
-            with self._watchdog.doing(operation):
+            with self._watchdog.doing(operation, limit_seconds):
                 yield
         finally:
             if activity is not None:

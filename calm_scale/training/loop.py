@@ -28,6 +28,7 @@ from calm_scale.training.nonfinite import NonFiniteError, NonFiniteGuard
 from calm_scale.training.profiling import StepProfiler
 from calm_scale.training.rank_clock import RankClock
 from calm_scale.training.schedule import learning_rate
+from calm_scale.training.stall import StepLimit, dump_collectives
 
 _SHOWN_SCORES = ("loss", "token_accuracy", "patch_accuracy", "std", "collapsed_dims")
 """Held-out figures that are printed; the record holds all."""
@@ -58,7 +59,7 @@ def fit(
     place = f"{training.identity.stage} rank {training.world.rank}" + (f" ({at})" if at else "")
     watchdog = departure.watchdog if departure else Watchdog(training.config.stall_seconds, place)
     loop = _Loop(training, stop, watchdog)
-    watchdog.introduce(place, lambda operation: loop.ledger.write("stop", "stalled"))
+    watchdog.introduce(place, loop.record_stall)
     try:
         found = loop.resume(start)
         if found is not None and loop.is_complete(found):
@@ -98,6 +99,7 @@ class _Loop:
         self.store, self.telemetry, self.world = training.store, training.telemetry, training.world
         self.identity, self.stop = training.identity, stop
         self.ledger = Ledger(training, watchdog)
+        self.attempt, self.step_limit = training.attempt, StepLimit()
         self.guard = NonFiniteGuard(self.config)
         self.checkpoints = Checkpointing(training, self.ledger, self.guard)
         self.training, self.rank_clock = training, RankClock(training)
@@ -113,6 +115,11 @@ class _Loop:
             self.pending_row = found.card.pending_row
         self.ledger.first = self.ledger.counters = self.counters
         return found
+
+    def record_stall(self, operation: str) -> None:
+        """The watchdog's last words: the ledger's line, and which collectives are open on this rank."""
+        self.ledger.write("stop", "stalled")
+        dump_collectives(self.attempt.folder, self.attempt.number, self.world.rank)
 
     def is_complete(self, found: Found) -> bool:
         """Every step is done, and what was left is neither an evaluation nor a doubt."""
@@ -163,8 +170,10 @@ class _Loop:
         step = self.counters.steps + 1
         lr = learning_rate(self.config.optimizer, step, self.config.steps)
         start, cpu = time.monotonic(), time.process_time()
-        with self.ledger.phase(f"training step {step}", "train"), self.rank_clock.measuring(step):
+        phase = self.ledger.phase(f"training step {step}", "train", self.step_limit.seconds)
+        with phase, self.rank_clock.measuring(step):
             result = self.engine.train_step(batch, lr)
+        self.step_limit.add(time.monotonic() - start)
         clocks = {"seconds": time.monotonic() - start, "cpu_seconds": time.process_time() - cpu}
         if self.rank_clock.is_due(step):
             with self.ledger.phase(f"gathering the ranks' times of step {step}"):

@@ -23,6 +23,18 @@ def test_names_place_and_operation(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended == [EXIT_STALLED] and stalled == ["evaluation at step 20"]
 
 
+def test_an_operation_may_have_a_shorter_limit() -> None:
+    stalled: list[str] = []
+    watchdog = Watchdog(600.0, "rank 0", on_stall=stalled.append, end=lambda code: None)
+    with watchdog.doing("outer"), watchdog.doing("training step 30", limit_seconds=0.2):
+        for _ in range(600):
+            if stalled:
+                break
+            time.sleep(0.1)
+    watchdog.close()
+    assert stalled == ["training step 30"]
+
+
 def test_progress_keeps_it_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     ended: list[int] = []
     watchdog = Watchdog(1.0, "rank 0", end=ended.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ def test_a_hanging_rank_ends_the_job_with_its_stage_and_operation(tmp_path: Path
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
+        env={**os.environ, "TORCH_FR_BUFFER_SIZE": "100"},
     )
     try:
         deadline = time.monotonic() + 90
@@ -71,6 +73,9 @@ def test_a_hanging_rank_ends_the_job_with_its_stage_and_operation(tmp_path: Path
         assert time.monotonic() - stopped > 7, "it was given its time"  # rank 1 stopped up to a look earlier
         assert "rank 0: stalled: in `training step 3`" in said
         assert highest_step(run / "metrics.jsonl") == 2
+        (dumped,) = (run / "collectives").glob("attempt_*.rank_0.json")
+        last = json.loads(dumped.read_text())["entries"][-1]
+        assert (last["profiling_name"], last["retired"]) == ("gloo:all_reduce", False)
         assert [event.cause for event in ledger.history(run / "ledger.jsonl").events][-1] == "stalled"
         assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()], (
             "no orphan holds the allocation"
