@@ -57,7 +57,7 @@ def submit(
 
     if sweep:
         planned = plan_sweep(config, set_ or (), sweep)
-        notes = all_notes(planned.base, config, set_ or ())
+        notes = [*all_notes(planned.base, config, set_ or ()), *(f"note: {line}" for line in planned.notes)]
         raise typer.Exit(
             submit_the_sweep(planned, config, cluster, dry_run=dry_run, notes=notes, include=include or ())
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -207,6 +208,39 @@ def step_notes(before: RunConfig, after: RunConfig) -> list[str]:
                 + (f"; {batch * old // new} keeps {old:,}" if (batch * old) % new == 0 else "")
             )
     return lines
+
+
+def keep_tokens(base: RunConfig, variant: RunConfig) -> tuple[RunConfig, list[str]]:
+    """``variant`` with as many tokens in a step, and so in all, as ``base``; and one line for each batch changed.
+
+    A ``global_batch`` of its own is left alone. The micro-batch becomes the largest that still divides.
+
+    Raises:
+        ConfigError: no whole number of sequences has as many tokens.
+    """
+    document, lines = variant.model_dump(), []
+    for stage in TRAINED:
+        old, new = tokens_per_step(base, stage), tokens_per_step(variant, stage)
+        if not old or not new or old == new:
+            continue
+        training = variant.require_stage(stage).training
+        batch = base.require_stage(stage).training.global_batch
+        if training.global_batch != batch:
+            continue
+        kept, rest = divmod(batch * old, new)
+        if rest or not kept:
+            raise ConfigError(
+                f"{variant.name}: {old:,} tokens, a step of {stage} in {base.name}, are no whole number of its "
+                f"sequences of {new // batch:,}; set {stage}.training.global_batch"
+            )
+        document[stage]["training"] |= {
+            "global_batch": kept,
+            "micro_batch": math.gcd(kept, training.micro_batch),
+        }
+        lines.append(
+            f"{variant.name}: {stage}.training.global_batch {kept} instead of {batch} keeps {old:,} tokens a step"
+        )
+    return (RunConfig.model_validate(document), lines) if lines else (variant, lines)
 
 
 def _stage_notes(config: RunConfig, stage: Stage) -> Iterator[str]:

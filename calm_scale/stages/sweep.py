@@ -10,7 +10,7 @@ from pathlib import Path
 
 from calm_scale.config import ConfigError, RunConfig, load
 from calm_scale.config.fields import policy_of
-from calm_scale.config.run import step_notes
+from calm_scale.config.run import keep_tokens
 from calm_scale.config.run_folder import Stage
 
 MOST_RUNS = 1000
@@ -25,12 +25,14 @@ class Sweep:
     Attributes:
         shared: stages that all runs have in common; the base run does them once.
         own: stages that each run does for itself, in its folder below ``<workdir>/sweep``.
+        notes: batches that were changed so that every run trains on as many tokens.
     """
 
     base: RunConfig
     runs: tuple[RunConfig, ...]
     shared: tuple[Stage, ...]
     own: tuple[Stage, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -39,7 +41,7 @@ class Sweep:
 
 
 def plan_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> Sweep:
-    """The runs of ``--sweep KEY=A,B`` options: the grid of all of them.
+    """The runs of ``--sweep KEY=A,B`` options: the grid of all of them, with the tokens of a step of the base run.
 
     Args:
         path: the base run's file.
@@ -47,7 +49,8 @@ def plan_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> S
         sweeps: ``key.path=value,value,…``, one for each swept key.
 
     Raises:
-        ConfigError: a text is not of that form, a key trains nothing or stands twice, or a run is not valid.
+        ConfigError: a text is not of that form, a key trains nothing or stands twice, a run is not valid, or cannot
+            have as many tokens a step.
     """
     axes = [_axis(text) for text in sweeps]
     keys = [key for key, _ in axes]
@@ -58,18 +61,19 @@ def plan_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> S
     points = list(itertools.product(*(values for _, values in axes)))
     if len(points) > MOST_RUNS:
         raise ConfigError(f"this sweep has {len(points)} runs, more than {MOST_RUNS}")
-    runs = []
+    runs, notes = [], []
     for point in points:
         pairs = list(zip(keys, point, strict=True))
         slug = "_".join(f"{_short(key, keys)}-{_plain(value)}" for key, value in pairs)
         values = [f"{key}={value}" for key, value in pairs]
-        runs.append(_placed(load(path, [*overrides, *values]), base, slug, own))
+        run, changed = keep_tokens(base, _placed(load(path, [*overrides, *values]), base, slug, own))
+        runs.append(run)
+        notes += changed
     names = [run.name for run in runs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"--sweep: values that look the same in a name: {', '.join(twice)}")
     _refuse_equal(runs)
-    _refuse_other_steps(runs)
-    return Sweep(base, tuple(runs), shared, own)
+    return Sweep(base, tuple(runs), shared, own, tuple(notes))
 
 
 def _refuse_equal(runs: Sequence[RunConfig]) -> None:
@@ -80,16 +84,6 @@ def _refuse_equal(runs: Sequence[RunConfig]) -> None:
         if meaning in seen:
             raise ConfigError(f"--sweep: {seen[meaning]} and {run.name} are the same run twice")
         seen[meaning] = run.name
-
-
-def _refuse_other_steps(runs: Sequence[RunConfig]) -> None:
-    """A step is counted in sequences: other patches or positions would train each run on another number of tokens."""
-    for run in runs[1:]:
-        if lines := step_notes(runs[0], run):
-            raise ConfigError(
-                f"--sweep: {run.name} would not train on as many tokens as {runs[0].name}: {'; '.join(lines)}. "
-                "Submit a document for each value, with a global_batch of its own (configs/lm/calm-l-k1.yaml, k2, k8)"
-            )
 
 
 def _axis(text: str) -> tuple[str, list[str]]:

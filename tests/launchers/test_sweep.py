@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from calm_scale.cli.app import app
 from calm_scale.config import ConfigError, load
+from calm_scale.config.run import tokens_per_step
+from calm_scale.config.run_folder import TRAINED
 from calm_scale.stages.sweep import plan_sweep
 from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import fingerprint
@@ -108,9 +110,18 @@ def test_a_value_may_hold_commas_in_braces(base: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["patch_size=2,4", "lm.backbone.positions=4,8", "autoencoder.patches=4,8"])
-def test_a_sweep_that_changes_the_tokens_of_a_step_is_refused_with_advice(base: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=r"a step has .* tokens instead of .*; 2 keeps .*calm-l-k1\.yaml"):
-        plan_sweep(base, [], [key])
+def test_a_sweep_keeps_the_tokens_of_a_step(base: Path, key: str) -> None:
+    sweep = plan_sweep(base, [], [key])
+    tokens = {(stage, tokens_per_step(run, stage)) for run in sweep.runs for stage in TRAINED}
+    assert tokens == {(stage, tokens_per_step(sweep.base, stage)) for stage in TRAINED}
+    assert (
+        all(re.search(r"global_batch \d+ instead of 4 keeps", line) for line in sweep.notes) and sweep.notes
+    )
+    assert "note: base-" in submit(base, "--sweep", key, "--dry-run")
+    with pytest.raises(
+        ConfigError, match=r"no whole number of its sequences of 64; set lm\.training\.global_batch"
+    ):
+        plan_sweep(base, [], ["lm.backbone.positions=32"])
     sizes = "lm.training.global_batch=4,8"
     assert len(plan_sweep(base, [], [sizes]).runs) == 2, "a sweep of the batch itself means it"
     name, values = key.split("=")
