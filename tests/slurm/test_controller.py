@@ -477,10 +477,11 @@ def test_gpu_jobs_have_settings_that_shell_and_profile_can_change(
     environment: dict[str, str],
     connections: str,
 ) -> None:
-    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF")
+    names = ["CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF"]
+    names += ["TORCH_FR_BUFFER_SIZE", "SLURM_DISTRIBUTION"]
     asked = ":".join(f"${{{name}-}}" for name in names)
     cluster = plain(profile, gpus_per_node=gpus, cpus_per_node=8, stages={}, environment=environment)
     script = script_of(make_run("settings"), cluster, f"echo settings={asked}")
     _, said = run_script(script, clients, **shell)
-    rest = "/tmp/calm-scale-triton-77:expandable_segments:True" if gpus else ":"
+    rest = "/tmp/calm-scale-triton-77:expandable_segments:True:2000:block" if gpus else ":::"
     assert f"settings={connections}:{rest}" in said
