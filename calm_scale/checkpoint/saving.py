@@ -158,7 +158,8 @@ class Save:
         return written
 
     def _refuse_unnamed(self, named: set[str]) -> None:
-        there = {p.relative_to(self.tmp).as_posix() for p in (self.tmp / SHARDS).rglob("*") if p.is_file()}
+        files = (p for p in (self.tmp / SHARDS).rglob("*") if p.is_file() and not p.name.startswith(".nfs"))
+        there = {path.relative_to(self.tmp).as_posix() for path in files}
         if unnamed := sorted(there - named):
             raise SaveError(f"no rank says that it wrote {summary(unnamed)}")
 
