@@ -60,7 +60,9 @@ def test_scale_one_is_the_plain_draw(kind: str) -> None:
 
 def test_the_energy_head_scales_its_noise_after_the_norm() -> None:
     head = EnergyHead(16, 4, num_blocks=1, noise_size=8, init_std=0.5)
-    torch.nn.init.normal_(head.final_layer.linears[2].weight, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    head.reset_parameters(0.5, generator)
+    torch.nn.init.normal_(head.final_layer.linears[2].weight, generator=generator)
     hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
 
     def latents(scale: float | None, noise_factor: float = 1.0) -> torch.Tensor:
