@@ -29,7 +29,7 @@ from calm_scale.config.cluster import ClusterConfig
 BINARIES = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 SBIN = "/usr/sbin:/sbin"
 NODES = ("n1", "n2")
-PATIENCE = 600  # seconds
+PATIENCE = 1200  # seconds
 
 CONFIGURATION = """
 ClusterName=calmtest

@@ -24,7 +24,7 @@ from launchers.slurm.record import Attempt, RunRecord
 from launchers.slurm.status import job_status
 from launchers.slurm.submit import Submission, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 Profile = Callable[..., ClusterConfig]
 MakeRun = Callable[..., RunConfig]

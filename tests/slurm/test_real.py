@@ -25,7 +25,7 @@ from data_prep.prep import prepare
 from launchers.slurm.record import RunRecord
 from launchers.slurm.submit import submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 STEPS = 12
 
 
