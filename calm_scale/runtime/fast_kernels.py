@@ -20,8 +20,9 @@ class FastKernels:
     """The packages that can be imported.
 
     Attributes:
-        transformer_engine: layers with fused norms, attention and rotary embedding; AdamW; norms of many tensors.
-        apex: AdamW and norms of many tensors.
+        transformer_engine: layers with fused norms, attention and rotary embedding; AdamW; norms and scaling of many
+            tensors.
+        apex: AdamW; norms and scaling of many tensors.
         apex_weight_gradient: a product that adds a weight's gradient to its fp32 buffer.
         triton: the energy loss, and noise in one launch.
     """
@@ -77,8 +78,8 @@ def missing(kernels: FastKernels, slower: float | None = None) -> list[str]:
         )
     if not (kernels.transformer_engine or kernels.apex):
         lines.append(
-            "neither Transformer Engine nor Apex is there: the norm of the gradients takes a kernel and a copy to the "
-            "host for each weight; the update takes torch's fused AdamW"
+            "neither Transformer Engine nor Apex is there: clipping takes two kernels for each weight, and the update "
+            "torch's fused AdamW"
         )
     if not kernels.triton:
         lines.append(

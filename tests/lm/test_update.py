@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lm_ranks import tiny_run
+from megatron.core.utils import local_multi_tensor_l2_norm
 from rank_program import FixedCodec, batch_of
 
 from calm_scale.config import ConfigError, RunConfig
 from calm_scale.lm import token_layers
+from calm_scale.runtime import cuda_on_cpu
 from calm_scale.training.engine import Batch
 from calm_scale.training.megatron.engine import MegatronEngine
+from calm_scale.training.megatron.optimizer import norm_on_device
 
 WORLD = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -47,6 +50,17 @@ def test_steps_are_adamw_with_no_decay_on_vectors(engine: MegatronEngine) -> Non
             expected[name] = expected[name] - lr * (decay * expected[name] + change)
     for name, p in names.items():
         torch.testing.assert_close(p.detach(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_norm_is_megatrons_to_the_bit() -> None:
+    cuda_on_cpu.install()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        sizes = torch.randint(1, 3000, (20,), generator=generator).tolist()
+        tensors = [3 * torch.randn(size, generator=generator) for size in sizes]
+        theirs, _none = local_multi_tensor_l2_norm(0, torch.zeros(1), [tensors], False)
+        ours, _none = norm_on_device(0, torch.zeros(1), [tensors], False)
+        assert torch.equal(ours, theirs)
 
 
 def test_evaluation_changes_neither_weights_nor_later_noise(engine: MegatronEngine) -> None:

@@ -122,7 +122,7 @@ def test_what_is_missing_is_said_with_its_cost() -> None:
     assert fast_kernels.missing(FUSED) == []
     engine, norm, triton = fast_kernels.missing(fast_kernels.NONE, 1.314)
     assert "a step is estimated to take 1.31 times as long" in engine
-    assert "a kernel and a copy to the host for each weight" in norm
+    assert "two kernels for each weight" in norm
     assert "Triton is not there" in triton
     assert len(fast_kernels.missing(replace(FUSED, triton=False))) == 1
     (apex_only,) = fast_kernels.missing(

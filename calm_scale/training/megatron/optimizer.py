@@ -93,6 +93,7 @@ class MegatronOptimizer:
             clip_grad=config.clip_norm,
             overlap_param_gather=overlap and distributed_optimizer,
         )
+        _measure_norms_on_the_device()
         inner = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
         if next(chunks[0].parameters()).is_cuda:
             use_fused_kernel(inner)
@@ -132,6 +133,22 @@ class MegatronOptimizer:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         self._stale = False
+
+
+def _measure_norms_on_the_device() -> None:
+    """Replaces what Megatron does without Transformer Engine and Apex: a kernel and a copy to the host a tensor."""
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm_on_device
+
+
+def norm_on_device(
+    chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], per_tensor: bool, *_: Any
+) -> tuple[torch.Tensor, None]:
+    """2-norm [1] of all tensors together, in the signature of the kernel that the two packages bring."""
+    return torch.nn.utils.get_total_norm(tensors[0]).view(1), None
 
 
 def use_fused_kernel(inner: Any) -> None:
