@@ -33,11 +33,12 @@ class EvaluationConfig(Section):
     """Tokens scored: those after each patch boundary, or every token by a pass on each of the K shifted grids."""
     temperature: Temperature = 1.0
     """Temperature of the sampler; below 1 with `algorithm`."""
-    algorithm: Literal["exact", "batch", "noise_scale", "shrink"] = "batch"
-    """Sampler below temperature 1: Algorithm 1 (exact), 2 (a batch of candidates), or one draw nearer to the others.
+    algorithm: Literal["exact", "batch", "law", "noise_scale", "shrink"] = "batch"
+    """Sampler below temperature 1: Algorithm 1 (exact), 2 (batch of candidates), the law itself, or one nearer draw.
 
-    The last two have no exact law; `temperature` is the scale of the head's noise (`noise_scale`), or of a latent's
-    distance from the mean of `num_candidates` latents (`shrink`).
+    `law` draws from the tempered law, which the atoms head states. The last two have no exact law; `temperature` is the
+    scale of the head's noise (`noise_scale`), or of a latent's distance from the mean of `num_candidates` latents
+    (`shrink`).
     """
     num_candidates: int = Field(default=200, ge=1)
     """Candidates of Algorithm 2, or latents of the mean of `shrink`, at each position."""
@@ -62,11 +63,11 @@ class GenerationConfig(Section):
 
     field_policy = SAFE
 
-    algorithm: Literal["plain", "exact", "batch", "noise_scale", "shrink"] = "batch"
-    """Draw at temperature 1 (plain), by Algorithm 1 (exact), by Algorithm 2 (a batch of candidates), or nearer draws.
+    algorithm: Literal["plain", "exact", "batch", "law", "noise_scale", "shrink"] = "batch"
+    """Draw at temperature 1 (plain), by Algorithm 1 (exact), 2 (batch of candidates), from the law, or nearer draws.
 
-    `temperature` then scales its noise (`noise_scale`) or its distance from the mean of `num_candidates` latents
-    (`shrink`).
+    `law` draws from the tempered law, which the atoms head states. For nearer draws `temperature` scales the noise
+    (`noise_scale`) or the distance from the mean of `num_candidates` latents (`shrink`).
     """
     temperature: Temperature = 0.5
     """Temperature of the sampler; may be a fraction such as `1/3`."""
@@ -100,7 +101,7 @@ def protocol_name(document: Mapping[str, Any]) -> str:
     parts = [str(asked["coverage"]), f"S{asked['num_samples']}", f"T{float(asked['temperature']):.6g}"]
     if float(asked["temperature"]) != 1:
         parts.append(str(asked["algorithm"]))
-        parts += [f"N{asked['num_candidates']}"] if asked["algorithm"] != "noise_scale" else []
+        parts += [] if asked["algorithm"] in ("law", "noise_scale") else [f"N{asked['num_candidates']}"]
         parts += [f"D{asked['draw_budget']}"] if asked["algorithm"] == "exact" else []
     parts.append("all" if asked["max_sequences"] is None else f"n{asked['max_sequences']}")
     positions = (lm.get("backbone") or {}).get("positions")

@@ -100,6 +100,11 @@ class HeadConfig(Section, ABC):
         return 0
 
     @property
+    def num_listed(self) -> int:
+        """Latents that with their weights are the head's whole law (``GenerativeHead.law``); 0 for a law of samples."""
+        return 0
+
+    @property
     def repeats(self) -> int:
         """Times its blocks run at each position while training."""
         return 1

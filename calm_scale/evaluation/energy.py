@@ -61,7 +61,7 @@ def score_texts(
         EvaluationError: a text with no patch to score, or a model that shows neither latents nor probabilities.
     """
     context = num_context or [0] * len(texts)
-    energy = model.shows == "latents"
+    energy = model.shows in ("latents", "law")
     if model.shows == "samples":
         raise EvaluationError(
             "this model shows neither latents nor token probabilities: it cannot score a text"

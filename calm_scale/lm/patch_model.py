@@ -22,8 +22,9 @@ from calm_scale.runtime.megatron import Layout, Precision, initialize
 from calm_scale.runtime.noise import Randomness, categorical
 from calm_scale.runtime.world import World
 
-Shown = Literal["samples", "latents", "probabilities"]
-"""``latents``: also ``draw_latents``, ``encode`` and ``decode_ids``. ``probabilities``: also ``log_probs``."""
+Shown = Literal["samples", "latents", "law", "probabilities"]
+"""``latents``: also ``draw_latents``, ``encode`` and ``decode_ids``; ``law``: these and ``stated_law``.
+``probabilities``: also ``log_probs``."""
 
 
 class PatchModel(Protocol):
@@ -77,6 +78,16 @@ class LatentModel(PatchModel, Protocol):
         ...
 
 
+class StatedLaw(LatentModel, Protocol):
+    """A patch model that states its whole law, as ``num_listed`` patches and their probabilities."""
+
+    num_listed: int
+
+    def stated_law(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For hidden [..., d]: ids [..., C, K], of which some may be equal, and probabilities [..., C]."""
+        ...
+
+
 class TokenModel(PatchModel, Protocol):
     """A patch model with K = 1 that shows its probabilities."""
 
@@ -125,7 +136,9 @@ class MegatronPatchModel:
         self.vocab_size = run.vocab_size
         self.device = next(model.parameters()).device
         stage = run.require_lm()
-        self.shows: Shown = "probabilities" if stage.predicts_tokens else "latents"
+        self.num_listed = stage.head.num_listed
+        of_latents: Shown = "law" if self.num_listed else "latents"
+        self.shows: Shown = "probabilities" if stage.predicts_tokens else of_latents
         self._backbone, self._tensor_size = stage.backbone, stage.parallel.tensor
         self._model = model.eval()
         self._codec = codec
@@ -158,6 +171,15 @@ class MegatronPatchModel:
         if noise_scale == 1:
             return require_finite(head.sample(hidden, num_samples, generator), "latents")
         return require_finite(head.sample_nearer(hidden, num_samples, generator, noise_scale), "latents")
+
+    @torch.no_grad()
+    def stated_law(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``StatedLaw``."""
+        head = self._model.head
+        if not isinstance(head, GenerativeHead):
+            raise ConfigError("the autoregressive baseline has no latents")
+        latents, weights = head.law(hidden.to(self.device))
+        return self.decode_ids(require_finite(latents, "latents")), require_finite(weights, "weights")
 
     @torch.no_grad()
     def decode_ids(self, latents: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from calm_scale.lm.patch_model import LatentModel, PatchModel
+    from calm_scale.lm.patch_model import LatentModel, PatchModel, StatedLaw
     from calm_scale.runtime.noise import Randomness
 
 
@@ -71,7 +71,7 @@ class TimedModel:
 
     def draw(self, hidden: Tensor, num_samples: int, generator: Randomness) -> Tensor:
         """Head and decoder booked apart where the model shows its latents."""
-        if self.shows != "latents":
+        if self.shows not in ("latents", "law"):
             with self.clock.part("head + decoder"):
                 return self.model.draw(hidden, num_samples, generator)
         return self.decode_ids(self.draw_latents(hidden, num_samples, generator))
@@ -91,3 +91,13 @@ class TimedModel:
         """Booked as decoder."""
         with self.clock.part("decoder"):
             return cast("LatentModel", self.model).decode_ids(latents)
+
+    @property
+    def num_listed(self) -> int:
+        """The model's own."""
+        return cast("StatedLaw", self.model).num_listed
+
+    def stated_law(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Booked as head and decoder."""
+        with self.clock.part("head + decoder"):
+            return cast("StatedLaw", self.model).stated_law(hidden)

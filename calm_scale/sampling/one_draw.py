@@ -36,7 +36,7 @@ class NearerModel:
     """
 
     def __init__(self, model: LatentModel, kind: OneDraw, scale: float, num_mean: int) -> None:
-        if model.shows != "latents":
+        if model.shows not in ("latents", "law"):
             raise ConfigError(f"algorithm: {kind} draws latents, and this model has none")
         self.model, self.kind, self.scale, self.num_mean = model, kind, scale, num_mean
         self.patch_size, self.vocab_size = model.patch_size, model.vocab_size

@@ -1,4 +1,4 @@
-"""A model at a temperature: the same PatchModel, its draws sharpened by Algorithm 1 or 2 or drawn nearer together.
+"""A model at a temperature: its draws sharpened by Algorithm 1 or 2, from the law it states, or nearer to each other.
 
 Everything that reads a PatchModel (generation, BrierLM, accuracy–collision curves) takes a tempered one unchanged.
 """
@@ -13,12 +13,13 @@ import torch
 from calm_scale.runtime.noise import Randomness, of_rows
 from calm_scale.sampling.batch import SamplingError, choose, exponent, take
 from calm_scale.sampling.exact import sample_exact
+from calm_scale.sampling.law import sample_law
 from calm_scale.sampling.one_draw import ONE_DRAW, NearerModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from calm_scale.lm.patch_model import LatentModel, PatchModel, Shown
+    from calm_scale.lm.patch_model import LatentModel, PatchModel, Shown, StatedLaw
 
 _LOGITS = 1 << 28  # fp32: 1 GiB
 
@@ -41,7 +42,7 @@ def draw_rows(model: PatchModel, hidden: Tensor, num_samples: int, generator: Ra
     return torch.cat(pieces, dim=1)
 
 
-Algorithm = Literal["plain", "exact", "batch", "noise_scale", "shrink"]
+Algorithm = Literal["plain", "exact", "batch", "law", "noise_scale", "shrink"]
 _ROWS = 1024  # rows tempered together
 
 
@@ -90,14 +91,15 @@ class TemperedModel:
 
     Args:
         model: the law at T = 1.
-        algorithm: ``plain`` ignores the temperature; ``exact`` is Algorithm 1, ``batch`` Algorithm 2; for
-            ``noise_scale`` and ``shrink`` the temperature is the scale s of ``one_draw``.
+        algorithm: ``plain`` ignores the temperature; ``exact`` is Algorithm 1, ``batch`` Algorithm 2; ``law`` draws
+            from the tempered law of a model that states it; for ``noise_scale`` and ``shrink`` the temperature is the
+            scale s of ``one_draw``.
         settings: temperature, number of candidates N, draw budget.
 
     ``tally`` counts draws and fall-backs since it was made.
 
     Raises:
-        SamplingError: the budget does not pay for one round of Algorithm 1.
+        SamplingError: the budget does not pay for one round of Algorithm 1, or ``law`` of a model that states none.
     """
 
     def __init__(self, model: PatchModel, algorithm: Algorithm, settings: TemperatureSettings) -> None:
@@ -117,6 +119,10 @@ class TemperedModel:
                 cast("LatentModel", model), self.algorithm, self.temperature, self.num_candidates
             )
         check_budget(self.algorithm, settings)
+        if self.algorithm == "law" and model.shows != "law":
+            raise SamplingError(
+                "algorithm law needs a head that states its law (lm.head.kind: atoms); use exact or batch"
+            )
 
     @property
     def head_temperature(self) -> float:
@@ -128,6 +134,8 @@ class TemperedModel:
         """The sampling rule in words, for reports."""
         if self.algorithm == "plain":
             return "plain, T = 1"
+        if self.algorithm == "law":
+            return f"from the stated law, T = {self.temperature:g}"
         if self.algorithm == "exact":
             return (
                 f"Algorithm 1 (exact), T = {self.temperature:g}, budget {self.draw_budget} draws, "
@@ -158,6 +166,11 @@ class TemperedModel:
             patches = num_samples * hidden[..., 0].numel()
             self.tally.add(patches, patches, 0)
             drawn = draw_rows(self.source, hidden.flatten(0, -2), num_samples, generator)
+        elif self.algorithm == "law":
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            self.tally.add(num_samples * len(rows), num_samples * len(rows), 0)
+            model = cast("StatedLaw", self.model)
+            drawn = sample_law(model, rows, num_samples, self.temperature, generator)
         else:
             rows = hidden.reshape(-1, hidden.shape[-1])
             numbers = torch.arange(len(rows)).repeat(num_samples)

@@ -46,7 +46,13 @@ class Uncached:
     def __init__(self, model):
         self.model = model
         self.patch_size, self.vocab_size, self.device = model.patch_size, model.vocab_size, model.device
-        self.draw, self.hidden, self.shows = model.draw, model.hidden, "samples"
+        self.draw, self.hidden, self.shows = (
+            model.draw,
+            model.hidden,
+            "law" if model.num_listed else "samples",
+        )
+        self.num_listed, self.stated_law = model.num_listed, model.stated_law
+        self.draw_latents, self.decode_ids = model.draw_latents, model.decode_ids
 
     def begin(self, batch_size, max_patches):
         return {"patches": torch.empty(batch_size, 0, self.patch_size, dtype=torch.int64)}
@@ -57,7 +63,7 @@ class Uncached:
 
 
 def build(patch_size, kind, world=WORLD, tensor=1):
-    head = {"kind": kind} if kind == "softmax" else {"kind": kind, "noise_size": 8}
+    head = {"kind": kind} | {"energy": {"noise_size": 8}, "atoms": {"num_atoms": 12}}.get(kind, {})
     run = RunConfig.model_validate(
         {
             "name": "tiny",
@@ -81,7 +87,7 @@ def build(patch_size, kind, world=WORLD, tensor=1):
     model = build_models(single, layout, "fp32")[0]
     codec = None
     if kind != "softmax":
-        last = model.head.final_layer.linears[2]
+        last = model.head.mixture.atoms if kind == "atoms" else model.head.final_layer.linears[2]
         torch.nn.init.normal_(last.weight, std=0.5, generator=torch.Generator().manual_seed(1))
         codec = Autoencoder(run.autoencoder.model, V, patch_size).eval().requires_grad_(False)
     return MegatronPatchModel(model, single, codec)
@@ -110,7 +116,7 @@ def main():
     generator = torch.Generator().manual_seed(0)
     report = {}
     prompts = [torch.randint(35, (n,), generator=generator).tolist() for n in (1, 5, 8, 14, 3)]
-    for patch_size, kind in ((1, "softmax"), (2, "energy"), (4, "energy")):
+    for patch_size, kind in ((1, "softmax"), (2, "energy"), (4, "energy"), (2, "atoms")):
         model = build(patch_size, kind)
         rows = [
             torch.randint(V, (length,), generator=generator).numpy()
@@ -121,7 +127,8 @@ def main():
         results = [
             evaluate(model, rows, config.model_copy(update={"batch_size": b}), bos_id=35) for b in (1, 4, 1)
         ]
-        tempered = TemperedModel(model, "batch", GenerationConfig(temperature=0.5, num_candidates=50))
+        algorithm = "law" if kind == "atoms" else "batch"
+        tempered = TemperedModel(model, algorithm, GenerationConfig(temperature=0.5, num_candidates=50))
         sharper = evaluate(tempered, rows, config, bos_id=35)
         report[name] = {
             "identical": same_scores(results),
@@ -130,14 +137,16 @@ def main():
             "sampler": sharper.protocol["sampler"],
             "positions": results[0].score.num_positions,
         }
-        settings = GenerationConfig(max_new_tokens=10, temperature=0.5, num_candidates=16, batch_size=3)
+        settings = GenerationConfig(
+            algorithm=algorithm, max_new_tokens=10, temperature=0.5, num_candidates=16, batch_size=3
+        )
         cached = generate(model, Numbers(), prompts, settings, max_patches=24)
         uncached = generate(Uncached(model), Numbers(), prompts, settings)
         report[name]["batches"] = [
             [c.text for c in generate(model, Numbers(), prompts, changed).completions]
             for changed in (settings.model_copy(update={"batch_size": size}) for size in (1, 2, 16))
         ]
-        if kind != "softmax":
+        if kind == "energy":
             report[name]["nearer"] = nearer_texts(model, prompts, settings)
         report[name] |= {
             "texts": [c.text for c in cached.completions],

@@ -11,6 +11,7 @@ from calm_scale.config import ConfigError
 from calm_scale.config.evaluation import GenerationConfig
 from calm_scale.sampling.batch import SamplingError, choose, distinct, exponent, log_weights, take
 from calm_scale.sampling.exact import expected_draws, sample_exact
+from calm_scale.sampling.law import tempered_law
 from calm_scale.sampling.temperature import TemperedModel, check_budget, draw_rows
 
 LAW = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05], dtype=torch.float64)
@@ -262,3 +263,41 @@ def test_draws_in_pieces_keep_their_rows_and_bound(law_model, generator, monkeyp
         drawn = draw_rows(model, rows, number, generator)
         assert drawn[..., 0].tolist() == [[0, 1, 2, 1, 0]] * number
     assert max(sizes) <= 24
+
+
+class StatedModel:
+    """Lists the same five patches at each position: two of them twice."""
+
+    patch_size, vocab_size, num_listed, device, shows = 2, 9, 7, torch.device("cpu"), "law"
+    ids = torch.tensor([[1, 2], [3, 4], [1, 2], [5, 6], [7, 8], [3, 4], [8, 8]])
+    weights = torch.tensor([0.1, 0.2, 0.15, 0.25, 0.05, 0.25, 0.0])
+
+    def stated_law(self, hidden):
+        return self.ids.expand(len(hidden), -1, -1), self.weights.expand(len(hidden), -1)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 0.5, 0.1])
+def test_the_stated_law_is_tempered_over_decoded_patches(generator, temperature):
+    """Against a dictionary of patches, and χ² of the draws; equal patches are added up before the power."""
+    model, masses = StatedModel(), {}
+    for patch, weight in zip(model.ids.tolist(), model.weights.tolist(), strict=True):
+        masses[tuple(patch)] = masses.get(tuple(patch), 0.0) + weight
+    want = sharpened(torch.tensor(list(masses.values())), temperature)
+    law = tempered_law(model.ids[None], model.weights[None], temperature)[0]
+    for patch, mass in zip(masses, want.tolist(), strict=True):
+        is_patch = (model.ids == torch.tensor(patch)).all(-1)
+        assert law[is_patch].sum().item() == pytest.approx(mass, rel=1e-6)
+        assert (law[is_patch] > 0).sum() <= 1
+    settings = GenerationConfig(algorithm="law", temperature=temperature)
+    drawn = TemperedModel(model, "law", settings).draw(torch.zeros(300, 1), 20, generator)
+    assert drawn.shape == (20, 300, 2)
+    seen = [(drawn == torch.tensor(patch)).all(-1).sum().item() for patch in masses]
+    likely = want * sum(seen) > 5
+    assert sum(seen) == 6000
+    observed = torch.tensor(seen)[likely]
+    assert chi_squared_p(observed, want[likely] / want[likely].sum()) > 1e-3
+
+
+def test_the_law_of_a_model_that_states_none_is_refused(law_model):
+    with pytest.raises(SamplingError, match="atoms"):
+        TemperedModel(law_model(5, 1), "law", GenerationConfig(temperature=0.5))

@@ -52,6 +52,13 @@ class GenerativeHead(nn.Module, ABC):
     def reset_parameters(self, init_std: float, generator: torch.Generator | None = None) -> None:
         """Initialise from ``generator`` (torch's global one if None): the same weights on every rank."""
 
+    def law(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole law for hidden [..., d], fp32: latents [..., C, l] and their probabilities [..., C].
+
+        Only a head whose configuration says so (``num_listed``) has it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is known only through samples")
+
     def split(self, rank: int, size: int) -> GenerativeHead:
         """This rank's part of the head under ``head_parallelism: tensor``; its configuration says if there is one."""
         raise NotImplementedError(f"{type(self).__name__} cannot split its weights over {size} ranks")

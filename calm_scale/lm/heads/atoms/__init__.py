@@ -44,6 +44,11 @@ class AtomHeadConfig(HeadConfig):
     log_scale: Annotated[float, RESULTS] = Field(default=0.7, gt=0)
     """Standard deviation of the Gaussian around each atom in the log score."""
 
+    @property
+    def num_listed(self) -> int:
+        """C."""
+        return self.num_atoms
+
     def components(self, run: RunConfig, *, shared_condition: bool = True) -> Sequence[Component]:
         """h ``[d]`` → SiLU layer ``[2d]`` → C atoms ``[l]`` and C logits, once a position whatever is drawn."""
         d, c = run.require_lm().backbone.hidden_size, self.num_atoms
